@@ -1,0 +1,44 @@
+# Everyday commands; the first one that needs it makes .venv, and later ones call pip only when a listed file changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+demo: $(STAMP) ## run the demo
+	$(BIN)/python examples/demo.py $(ARGS)
+
+# Many ranks share the cores of one machine: a thread pool in each of them would only fight over them.
+test: export OMP_NUM_THREADS = 1
+test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff on everything, mypy on the package
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy pipecut
+
+bench: $(STAMP) ## run the benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove caches, build artefacts and demo outputs (.venv stays)
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Order-only where it is a prerequisite: bin/python is a link, whose date is that of the system's interpreter.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# setuptools first, then no build isolation: an isolated build would download its own copy of it each time.
+# The constraints settle torch and everything else in one resolution.
+$(STAMP): setup.cfg constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) setuptools wheel
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""What a cut model is: traces, specs, edges and the Pipe."""

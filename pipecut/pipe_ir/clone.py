@@ -1,0 +1,92 @@
+"""Copies of a module tree that share its tensors: what is done to a copy never reaches the user's model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .structure import flatten
+
+# The dicts in which nn.Module keeps the user's callables.
+HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def clone(model: nn.Module, absent: Collection[nn.Module] = ()) -> nn.Module:
+    """A new module tree of the same classes over the same tensors; `absent` modules are left out.
+
+    Attributes that refer to modules (lists of them, bound methods) refer to the copies; hooks are kept as they are.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> other = clone(model)
+    >>> other[0] is model[0], other[0].weight is model[0].weight
+    (False, True)
+    """
+    memo: dict[int, Any] = {id(module): None for module in absent}
+    kept = [module for module in model.modules() if id(module) not in memo]
+    for module in kept:
+        for shared in _shared_values(module):
+            memo[id(shared)] = shared
+    copied, memo = _deepcopy(model, kept, memo)
+    for module in kept:
+        children: dict[str, nn.Module | None] = memo[id(module)]._modules
+        for name in [name for name, child in module._modules.items() if child is not None and children[name] is None]:
+            del children[name]
+    return copied
+
+
+def _shared_values(module: nn.Module) -> Iterator[Any]:
+    """What the copy has in common with the original: tensors, and callables that are not the module's own."""
+    yield from (tensor for tensor in module._parameters.values() if tensor is not None)
+    yield from (tensor for tensor in module._buffers.values() if tensor is not None)
+    for name, value in vars(module).items():
+        if name in HOOK_DICTS:
+            yield from (hook for hook in value.values() if not _belongs_to_a_module(hook))
+        elif name not in ("_parameters", "_buffers", "_modules"):
+            yield from (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
+    """A bound method of a module, or torch's wrapper around one, must follow the module into its copy."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if type(hook).__name__ == "_WrappedHook":
+        return True
+    return isinstance(hook, types.MethodType) and isinstance(hook.__self__, nn.Module)
+
+
+def _deepcopy(
+    model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]
+) -> tuple[nn.Module, dict[int, Any]]:
+    """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
+    attempt = dict(memo)
+    try:
+        return copy.deepcopy(model, attempt), attempt
+    except Exception:
+        for module in modules:
+            for name, value in vars(module).items():
+                if name not in ("_modules", "_parameters", "_buffers") and not _can_be_copied(value, memo):
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo), memo
+
+
+def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True

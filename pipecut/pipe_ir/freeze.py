@@ -1,0 +1,288 @@
+"""Turns the nodes and spans of a finished trace into a TracedModel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from .effects import WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .inputs import Example
+from .marker import is_mark
+from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
+from .structure import flatten, map_leaves
+from .symbols import SYMBOLIC, Symbols
+from .traced import HERE, Context, Ref, Size, Span, Step, StepKind, Template, TracedInput, TracedModel
+
+
+def freeze(model: nn.Module, example: Example, run: Recorder) -> TracedModel:
+    """All of a trace as frozen values, independent of the tracer."""
+    return _Freezer(model, example, run).traced()
+
+
+@dataclass
+class _Draft:
+    """A value while its last writer is not known yet."""
+
+    step: Step
+    requires_grad: bool
+
+
+class _Freezer:
+    def __init__(self, model: nn.Module, example: Example, run: Recorder) -> None:
+        assert run.root is not None
+        self.model, self.example, self.run = model, example, run
+        self.root = run.root
+        names = _input_names(example)
+        self.input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
+        self.symbols = Symbols([(name, node.meta["val"]) for node, name in self.input_names.items()])
+        self.state: dict[Node, list[str]] = {}
+        for name, seen in run.state:
+            self.state.setdefault(seen.node, []).append(name)
+        self.device = _device(model, example)
+        self.drafts: list[_Draft] = []
+        self.index: dict[Node, int] = {}
+        self.numbers: dict[Node, Any] = {}
+        self.data_numbers: dict[Any, int] = {}
+        self.span_ticks: dict[int, tuple[int, int]] = {}
+        self.span_contexts: dict[int, Context] = {}
+        self.modes = Modes()
+
+    def traced(self) -> TracedModel:
+        self._walk_timeline()
+        root = self._span(self.root)
+        output = self._template(self.run.output)
+        steps = tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self.drafts)
+        input_steps = [self.index[seen.node] for seen in self.run.inputs]
+        return TracedModel(
+            steps=steps,
+            root=root,
+            inputs=self._inputs(input_steps),
+            input_structure=self.example.named_structure,
+            signature=self.example.signature,
+            output=output,
+            dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
+            state_names={self.index[node]: tuple(names) for node, names in self.state.items() if node in self.index},
+            device=self.device,
+            model=self.model,
+            training=self.model.training,
+        )
+
+    def _walk_timeline(self) -> None:
+        """Give every node, and every begin and end of a span, its tick."""
+        pending = iter(_events(self.root))
+        event = next(pending, None)
+        tick = 0
+        for position, node in enumerate(self.run.nodes):
+            while event is not None and event[0] <= position:
+                self._note_event(event, tick)
+                tick, event = tick + 1, next(pending, None)
+            self._note_node(node, tick)
+            tick += 1
+        while event is not None:
+            self._note_event(event, tick)
+            tick, event = tick + 1, next(pending, None)
+
+    def _note_event(self, event: tuple[int, OpenSpan, bool], tick: int) -> None:
+        _, span, begins = event
+        if begins:
+            self.span_ticks[id(span)] = (tick, -1)
+            self.span_contexts[id(span)] = self.modes.context
+        else:
+            self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
+        for leaf in flatten(span.args if begins else span.result)[0]:
+            # In hindsight only: autograd itself said whether these tensors carry a gradient.
+            if isinstance(leaf, SeenTensor) and leaf.node in self.index:
+                self.drafts[self.index[leaf.node]].requires_grad = leaf.requires_grad
+
+    def _note_node(self, seen: SeenNode, tick: int) -> None:
+        if isinstance(seen.value, SYMBOLIC):
+            number = self.symbols.number(seen.value)
+            if number is not None:
+                self.numbers[seen.node] = number if isinstance(number, int) else Size(number)
+                return
+        if seen.op == "placeholder" and seen.node not in self.state and seen.node not in self.input_names:
+            return
+        if seen.op == "call_function" and self.modes.follow(seen.target, seen.args):
+            return
+        self._draft(seen, tick)
+
+    def _draft(self, seen: SeenNode, tick: int) -> None:
+        kind, target, constant = self._kind(seen)
+        args = tuple(self._argument(item) for item in seen.args)
+        kwargs = {key: self._argument(item) for key, item in seen.kwargs.items()}
+        refs = _refs((args, kwargs))
+        requires_grad = self._carries_gradient(seen, kind, target, refs)
+        step = Step(
+            index=len(self.drafts),
+            tick=tick,
+            kind=kind,
+            name=self.input_names.get(seen.node, seen.node.name),
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            spec=self.symbols.spec(seen.value, requires_grad) if isinstance(seen.value, torch.Tensor) else None,
+            storage=_storage(seen.value),
+            context=self.modes.context,
+            source=_source(seen.stack_trace),
+            refs=refs,
+            writes=_refs(written_arguments(target, args, kwargs)),
+            constant=constant,
+        )
+        self.drafts.append(_Draft(step, requires_grad))
+        self.index[seen.node] = step.index
+        if isinstance(seen.value, SYMBOLIC):
+            self.data_numbers[seen.value.node.expr] = step.index
+        same = returned_argument(target, args, kwargs)
+        if isinstance(same, Ref):
+            self._rewrite(seen.node, same.index, step, requires_grad)
+
+    def _rewrite(self, node: Node, index: int, writer: Step, requires_grad: bool) -> None:
+        """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""
+        draft = self.drafts[index]
+        self.index[node] = index
+        self.drafts[index] = _Draft(replace(draft.step, spec=writer.spec), requires_grad)
+
+    def _kind(self, seen: SeenNode) -> tuple[StepKind, Any, Any]:
+        if seen.node in self.state:
+            return "state", self.state[seen.node][0], None
+        if seen.op == "placeholder":
+            return "input", seen.target, None
+        if seen.op == "get_attr":
+            return "constant", seen.target, getattr(self.run.constants, str(seen.target))
+        return ("mark" if is_mark(seen.target) else "op"), seen.target, None
+
+    def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
+        if kind == "state":
+            return bool(self.model_tensor(seen.node).requires_grad)
+        if kind == "input":
+            return next(tensor.requires_grad for tensor in self.run.inputs if tensor.node is seen.node)
+        from_arguments = any(self.drafts[index].requires_grad for index in refs)
+        if not isinstance(seen.value, torch.Tensor):
+            return from_arguments
+        differentiable = seen.value.dtype.is_floating_point or seen.value.dtype.is_complex
+        if not (differentiable and self.modes.context.grad) or operator_name(target) in WITHOUT_GRADIENT:
+            return False
+        return from_arguments
+
+    def model_tensor(self, node: Node) -> torch.Tensor:
+        path, _, name = self.state[node][0].rpartition(".")
+        tensor: torch.Tensor = getattr(self.model.get_submodule(path), name)
+        return tensor
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self.numbers[value] if value in self.numbers else Ref(self.index[value])
+        if isinstance(value, tuple | list):
+            return type(value)(self._argument(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
+        return HERE if isinstance(value, torch.device) and value == self.device else value
+
+    def _template(self, value: Any) -> Template:
+        return Template.of(map_leaves(self._leaf, value))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, SeenTensor):
+            return Ref(self.index[leaf.node])
+        if isinstance(leaf, SYMBOLIC):
+            number = self.symbols.number(leaf)
+            return number if isinstance(number, int) else Size(number) if number is not None else Ref(self.data_numbers[leaf.node.expr])
+        if isinstance(leaf, torch.Tensor):
+            return self._constant(leaf)
+        return self._argument(leaf)
+
+    def _constant(self, tensor: torch.Tensor) -> Ref:
+        """A tensor that the model keeps as a plain attribute and passes on."""
+        index = len(self.drafts)
+        spec = self.symbols.spec(tensor, False)
+        name = f"constant_{index}"
+        step = Step(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
+        self.drafts.append(_Draft(step, False))
+        return Ref(index)
+
+    def _span(self, span: OpenSpan) -> Span:
+        begin, end = self.span_ticks[id(span)]
+        children = tuple(self._span(child) for child in span.children)
+        return Span(
+            kind=span.kind,
+            path=span.path,
+            nth_call=span.nth_call,
+            begin=begin,
+            end=end,
+            args=self._template(span.args),
+            result=self._template(span.result),
+            context=self.span_contexts[id(span)],
+            children=children,
+            options=span.options,
+            assigned_buffers={name: self.index[seen.node] for name, seen in span.assigned_buffers.items()},
+        )
+
+    def _inputs(self, steps: list[int]) -> tuple[TracedInput, ...]:
+        order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
+        step_of = dict(zip(order, steps, strict=True))
+        return tuple(
+            TracedInput(path, _identifier(path), step_of[nth])
+            if nth in step_of
+            else TracedInput(path, _identifier(path), None, value)
+            for path, nth, value in self.example.named
+        )
+
+
+def _events(span: OpenSpan) -> Iterator[tuple[int, OpenSpan, bool]]:
+    yield span.begin, span, True
+    for child in span.children:
+        yield from _events(child)
+    yield span.end, span, False
+
+
+def _input_names(example: Example) -> list[str]:
+    by_leaf = {nth: path for path, nth, _ in example.named if nth is not None}
+    return [_identifier(by_leaf[nth]) for nth, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _identifier(path: str) -> str:
+    return re.sub(r"\W+", "_", path).strip("_") or "input"
+
+
+def _device(model: nn.Module, example: Example) -> torch.device:
+    state = (*model.parameters(), *model.buffers())
+    if state and all(tensor.device.type == "meta" for tensor in state):
+        return torch.device("meta")
+    return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))
+
+
+def _storage(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def _source(stack_trace: str) -> str:
+    """The user's line, from the last frame of a stack trace."""
+    lines = stack_trace.strip().splitlines()
+    return f"{lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
+
+
+def _refs(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Ref):
+        return (value.index,)
+    if isinstance(value, tuple | list):
+        return tuple(index for item in value for index in _refs(item))
+    if isinstance(value, dict):
+        return _refs(list(value.values()))
+    if isinstance(value, slice):
+        return _refs([value.start, value.stop, value.step])
+    return ()
+
+
+def _with_grad(draft: _Draft) -> Any:
+    spec = draft.step.spec
+    return None if spec is None else replace(spec, requires_grad=draft.requires_grad)

@@ -1,0 +1,143 @@
+"""How a call's arguments become the model inputs of a trace: by name, through the model's own signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from .structure import Atom, Structure, flatten, unflatten
+from .traced import TracedInput, TracedModel
+
+
+@dataclass(frozen=True)
+class Example:
+    """Example arguments, as leaves in the order of the call and under their names in the signature."""
+
+    leaves: tuple[Any, ...]
+    call: Structure
+    signature: inspect.Signature
+    named: tuple[tuple[str, int | None, Any], ...]
+    named_structure: Structure
+
+    def call_with(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with their tensors replaced, in order."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(self.call, leaves)
+        return args, kwargs
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class _Nth(Atom):
+    """Stands for the nth leaf while arguments are bound to names."""
+
+    index: int
+
+
+def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Example:
+    """Check example arguments against `model.forward`'s signature and name their leaves."""
+    if not isinstance(args, tuple):
+        raise InputError(f"mb_args must be a tuple of positional arguments, got {type(args).__name__}; "
+                         "for a single argument write mb_args=(x,)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise InputError(f"mb_kwargs must be a dict with the names of arguments as keys, got {type(kwargs).__name__}")
+    signature = inspect.signature(model.forward)
+    leaves, call = flatten((args, dict(kwargs or {})))
+    marked_args, marked_kwargs = unflatten(call, [_Nth(index) for index in range(len(leaves))])
+    named, structure = flatten(_bind(signature, type(model).__name__, marked_args, marked_kwargs))
+    named_leaves = tuple(
+        (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, _Nth) else (_pretty(path), None, leaf)
+        for path, leaf in zip(structure.paths(), named, strict=True)
+    )
+    return Example(tuple(leaves), call, signature, named_leaves, structure)
+
+
+def _bind(signature: inspect.Signature, model_name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the arguments do not fit {model_name}.forward{signature}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _pretty(path: tuple[str, ...]) -> str:
+    """`("['batch']", "['ids']")` as a user writes it: `batch['ids']`."""
+    first, *rest = path
+    return first[2:-2] + "".join(rest)
+
+
+def bind_inputs(traced: TracedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """The tensors of a call by the step that they are the value of; what the trace cannot take is an error."""
+    model_name = type(traced.model).__name__
+    leaves, structure = flatten(_bind(traced.signature, model_name, args, kwargs))
+    given = dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
+    faults = _structure_faults(traced, given)
+    for entry in traced.inputs:
+        if entry.path in given:
+            faults += _leaf_faults(traced, entry, given[entry.path])
+    if faults:
+        raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
+    return {entry.step: given[entry.path] for entry in traced.inputs if entry.step is not None}
+
+
+def _structure_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
+    expected = {entry.path for entry in traced.inputs}
+    missing = [f"{path} was part of the example inputs and is missing" for path in expected - given.keys()]
+    extra = [f"{path} was not part of the example inputs: call pipeline() with an example that has it"
+             for path in given.keys() - expected]
+    return sorted(missing) + sorted(extra)
+
+
+def _leaf_faults(traced: TracedModel, entry: TracedInput, value: Any) -> list[str]:
+    retrace = f"call pipeline() with an example in which {entry.path} is like this"
+    if entry.step is None:
+        if _same_value(entry.constant, value):
+            return []
+        return [f"{entry.path} was {entry.constant!r} when the model was traced, and the trace holds for that value "
+                f"only; got {_brief(value)}: {retrace}"]
+    if not isinstance(value, torch.Tensor):
+        return [f"{entry.path} was a tensor when the model was traced; got {_brief(value)}: {retrace}"]
+    return _tensor_faults(traced, entry, value)
+
+
+def _tensor_faults(traced: TracedModel, entry: TracedInput, value: torch.Tensor) -> list[str]:
+    assert entry.step is not None
+    spec = traced.steps[entry.step].spec
+    assert spec is not None
+    if value.dim() != len(spec.shape):
+        return [f"{entry.path} has {value.dim()} dims {list(value.shape)}; the trace has {len(spec.shape)}: {spec}"]
+    faults = [
+        f"{entry.path} has size {size} in dim {dim}; the trace holds for {expected} only "
+        f"(it was fixed by the example, or by the model's code)"
+        for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True))
+        if isinstance(expected, int) and size != expected
+    ]
+    if value.dtype != spec.dtype:
+        faults.append(f"{entry.path} is {value.dtype}; it was {spec.dtype} when the model was traced")
+    return faults
+
+
+def _same_value(fixed: Any, value: Any) -> bool:
+    if fixed is value:
+        return True
+    if type(fixed) is not type(value):
+        return False
+    try:
+        return bool(fixed == value)
+    except Exception:  # a type whose == does not answer yes or no is not known to be the same
+        return False
+
+
+def _brief(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

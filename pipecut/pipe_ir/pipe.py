@@ -1,0 +1,191 @@
+"""The Pipe: a cut model, its stages, and the edges between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import nn
+
+from ..errors import PipeError
+from .inputs import bind_inputs
+from .show import describe, readable
+from .spec import TensorSpec
+from .symbols import sizes_of
+from .traced import TracedModel
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that one stage makes and another uses.
+
+    An "activation" goes from the stage that made it to one that uses it, however far. A "root input" is a model input
+    that a later stage uses; it comes from the first stage, where the data is.
+    """
+
+    value: int
+    name: str
+    kind: Literal["activation", "root input"]
+    source: int
+    target: int
+    spec: TensorSpec
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.source} -> {self.target} {self.spec}"
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """One parameter held by several stages; its gradient is the sum over all of them."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    owner: int
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What goes in and out of a stage, in the order of its forward's arguments and results."""
+
+    index: int
+    inputs: tuple[int, ...]
+    input_names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    output_names: tuple[str, ...]
+    modules: tuple[str, ...]
+    flops: sympy.Expr
+    code: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """All that is known of a Pipe without its modules; small enough to send around."""
+
+    num_stages: int
+    stages: tuple[StageInfo, ...]
+    edges: tuple[Edge, ...]
+    tied_parameters: tuple[TiedParameter, ...]
+    unused_parameters: tuple[str, ...]
+    has_loss_and_backward: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Pipe:
+    """A model cut into stages. Call it to run the stages one after the other, in one autograd graph.
+
+    >>> from pipecut import pipeline, SplitPoint
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> pipe = pipeline(model, (torch.ones(3, 4),), split_spec={"2": SplitPoint.BEGINNING})
+    >>> pipe.num_stages, [str(edge) for edge in pipe.edges]
+    (2, ['_1: 0 -> 1 float32[batch, 4] grad'])
+    >>> torch.equal(pipe(torch.ones(5, 4)), model(torch.ones(5, 4)))
+    True
+    """
+
+    traced: TracedModel
+    stages: tuple[nn.Module, ...]
+    stage_infos: tuple[StageInfo, ...]
+    edges: tuple[Edge, ...]
+    tied_parameters: tuple[TiedParameter, ...]
+    unused_parameters: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def get_stage_module(self, stage_index: int) -> nn.Module:
+        """The module of one stage: the model's own hierarchy and names, with what this stage needs."""
+        if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
+            raise PipeError(f"no stage {stage_index!r}: this pipe has stages 0 to {self.num_stages - 1}")
+        return self.stages[stage_index]
+
+    def info(self) -> PipeInfo:
+        """What is known of the stages and edges, without the modules."""
+        return PipeInfo(self.num_stages, self.stage_infos, self.edges, self.tied_parameters, self.unused_parameters)
+
+    def to(self, device: torch.device | str) -> Pipe:
+        """Move all stages to a device, in place."""
+        for stage in self.stages:
+            stage.to(device)
+        return self
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Put all stages in training mode."""
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        """Put all stages in evaluation mode."""
+        return self.train(False)
+
+    def sizes(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """The symbolic dims' sizes in a call with these arguments; `TensorSpec.bind` takes them."""
+        return sizes_of(self.traced.dims, bind_inputs(self.traced, args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values: dict[int, Any] = dict(bind_inputs(self.traced, args, kwargs))
+        result: Any = None
+        for info, stage in zip(self.stage_infos, self.stages, strict=True):
+            result = stage(*(values[index] for index in info.inputs))
+            made = (result,) if len(info.outputs) == 1 else result
+            if info.index < self.num_stages - 1:
+                values.update(zip(info.outputs, made or (), strict=True))
+        return result
+
+    def verify(self) -> None:
+        """Check that every value is defined before its use, every edge has both ends, and no name is lost."""
+        faults = [*self._edge_faults(), *self._name_faults()]
+        if faults:
+            raise PipeError("this pipe is not consistent:\n  " + "\n  ".join(faults))
+
+    def _edge_faults(self) -> list[str]:
+        faults = []
+        roots = {entry.step for entry in self.traced.inputs}
+        for edge in self.edges:
+            makes = roots if edge.kind == "root input" else set(self.stage_infos[edge.source].outputs)
+            if edge.value not in makes:
+                faults.append(f"stage {edge.source} does not make {edge.name}, which stage {edge.target} uses")
+            if edge.value not in self.stage_infos[edge.target].inputs:
+                faults.append(f"stage {edge.target} does not use {edge.name}, which stage {edge.source} sends to it")
+            if edge.source >= edge.target:
+                faults.append(f"{edge.name} goes from stage {edge.source} back to stage {edge.target}")
+        arriving = {(edge.target, edge.value) for edge in self.edges}
+        for info in self.stage_infos:
+            faults += [
+                f"nothing brings {name} to stage {info.index}"
+                for value, name in zip(info.inputs, info.input_names, strict=True)
+                if (info.index, value) not in arriving and not (info.index == 0 and value in roots)
+            ]
+        return faults
+
+    def _name_faults(self) -> list[str]:
+        held = {name for stage in self.stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+        wanted = {name for name, _ in self.traced.model.named_parameters(remove_duplicate=False)}
+        saved = {name for stage in self.stages for name in stage.state_dict()}
+        to_save = set(self.traced.model.state_dict())
+        return [
+            *(f"parameter {name} of the model is in no stage" for name in sorted(wanted - held)),
+            *(f"parameter {name} of a stage is not in the model" for name in sorted(held - wanted)),
+            *(f"state_dict entry {name} of the model is in no stage" for name in sorted(to_save - saved)),
+            *(f"state_dict entry {name} of a stage is not in the model" for name in sorted(saved - to_save)),
+        ]
+
+    def print_readable(self) -> str:
+        """Print, and return, the code that was generated for each stage."""
+        text = readable(self)
+        print(text)
+        return text
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    __repr__ = __str__
+
+

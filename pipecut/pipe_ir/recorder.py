@@ -1,0 +1,276 @@
+"""Writes down which module calls, checkpoints and custom autograd functions happen while a model is traced.
+
+torch.export keeps the operations and forgets who asked for them: a call's arguments, that a part was checkpointed,
+that an operation has a backward of its own. All three are seen here, while the traced code runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.autograd.function import Function
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from .structure import Atom, map_leaves
+from .traced import ModuleRef, Opaque, SpanKind
+
+PLAIN_TYPES = (
+    int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SeenTensor(Atom):
+    """A tensor as the tracer knows it: the graph node that stands for it at that moment."""
+
+    node: Node
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class SeenNode:
+    """A graph node as it was when the traced run ended; torch.export goes on to rewrite the node itself."""
+
+    node: Node
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+    stack_trace: str
+
+    @classmethod
+    def of(cls, node: Node) -> SeenNode:
+        value, stack_trace = node.meta.get("val"), node.meta.get("stack_trace") or ""
+        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace)
+
+
+@dataclass
+class OpenSpan:
+    """A span while the code inside it still runs. Positions are numbers of graph nodes made so far."""
+
+    kind: SpanKind
+    path: str
+    nth_call: int
+    begin: int
+    args: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    end: int = -1
+    result: Any = None
+    children: list[OpenSpan] = field(default_factory=list)
+    buffers_before: dict[str, Any] = field(default_factory=dict)
+    assigned_buffers: dict[str, SeenTensor] = field(default_factory=dict)
+
+
+class Recorder:
+    """Watches one model (a copy of the user's) from `watch()` on; `root` is then the tree of all that was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.root: OpenSpan | None = None
+        self.inputs: list[SeenTensor] = []
+        self.state: list[tuple[str, SeenTensor]] = []
+        self.output: Any = None
+        self.nodes: list[SeenNode] = []
+        self.constants: nn.Module | None = None
+        self._stack: list[OpenSpan] = []
+        self._calls: dict[nn.Module, int] = {}
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record everything that happens inside, and leave torch as it was."""
+        with contextlib.ExitStack() as stack:
+            for module in self.paths:
+                self._watch_module(module)
+            stack.enter_context(_intercepted_functions(self._on_function))
+            stack.enter_context(_intercepted_checkpoints(self._on_checkpoint))
+            yield
+
+    def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """The traced run begins: these are the model's inputs, and its parameters and buffers are in place."""
+        self.inputs = [self._see_tensor(tensor) for tensor in tensors]
+        for named in (self.model.named_parameters, self.model.named_buffers):
+            self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
+
+    def note_output(self, output: Any) -> None:
+        """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
+        self.output = self.see(output)
+        self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
+        self.constants = self._tracer.root
+
+    def see(self, value: Any) -> Any:
+        """A nested value with its tensors replaced by what the tracer knows of them."""
+        return map_leaves(self._see_leaf, value)
+
+    def _see_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._see_tensor(leaf)
+        if isinstance(leaf, nn.Module):
+            return ModuleRef(self.paths[leaf]) if leaf in self.paths else Opaque(type(leaf).__name__)
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool | PLAIN_TYPES):
+            return leaf
+        if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
+            return leaf
+        return Opaque(type(leaf).__name__)
+
+    def _see_tensor(self, tensor: torch.Tensor) -> Any:
+        slot = get_proxy_slot(tensor, self._tracer, None)
+        if slot is None:
+            return tensor  # a plain attribute of the model: the tracer meets it when an operation uses it
+        return SeenTensor(slot.proxy.node, tensor.requires_grad)
+
+    @property
+    def _tracer(self) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None, "the recorder only runs inside a trace"
+        return mode.tracer
+
+    @property
+    def position(self) -> int:
+        return len(self._tracer.graph.nodes)
+
+    def _begin(self, kind: SpanKind, path: str, nth_call: int, args: Any, **options: Any) -> OpenSpan:
+        span = OpenSpan(kind, path, nth_call, self.position, self.see(args), options)
+        if self._stack:
+            self._stack[-1].children.append(span)
+        else:
+            self.root = span
+        self._stack.append(span)
+        return span
+
+    def _end(self, span: OpenSpan, result: Any) -> None:
+        assert self._stack.pop() is span
+        span.end = self.position
+        span.result = self.see(result)
+
+    def _watch_module(self, module: nn.Module) -> None:
+        if type(module).__call__ is not nn.Module.__call__:
+            # The class wraps its own calls (to checkpoint them, say): what the caller passes is what counts.
+            self._watch_from_outside(module)
+            return
+        module.register_forward_pre_hook(self._enter_module, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave_module, with_kwargs=True)
+
+    def _watch_from_outside(self, module: nn.Module) -> None:
+        cls = type(module)
+
+        def __call__(this: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            self._enter_module(this, args, kwargs)
+            output = cls.__call__(this, *args, **kwargs)
+            self._leave_module(this, args, kwargs, output)
+            return output
+
+        module.__class__ = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nth_call = self._calls.get(module, 0)
+        self._calls[module] = nth_call + 1
+        span = self._begin("call", self.paths[module], nth_call, (args, kwargs))
+        span.buffers_before = dict(module._buffers)
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        span = self._stack[-1]
+        self._end(span, output)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor is not span.buffers_before.get(name):
+                seen = self._see_tensor(tensor)
+                if isinstance(seen, SeenTensor):
+                    span.assigned_buffers[name] = seen
+
+    def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._stack:
+            return run(*args, **kwargs)
+        if cls is torch_checkpoint.CheckpointFunction:
+            function, preserve_rng_state, *inputs = args
+            options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
+            span = self._begin("checkpoint", self._stack[-1].path, 0, tuple(inputs), **options)
+            output = function(*inputs)
+        else:
+            span = self._begin("function", self._stack[-1].path, 0, (args, kwargs), function=cls)
+            output = run(*args, **kwargs)
+        self._end(span, output)
+        return output
+
+    def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
+        span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
+        yield
+        self._end(span, None)
+
+
+@contextlib.contextmanager
+def _intercepted_functions(on_apply: Callable[..., Any]) -> Iterator[None]:
+    """Route `Function.apply` of every class through `on_apply`.
+
+    People keep `relu6 = MyRelu6.apply` in a global, so replacing the attribute is not enough: it is the code of
+    the one function behind all of them that is exchanged, and put back.
+    """
+    function = Function.apply.__func__  # type: ignore[attr-defined]
+    code = function.__code__
+    original = types.FunctionType(code, function.__globals__, "apply", function.__defaults__, function.__closure__)
+
+    def route(cls: type[Function], args: Any, kwargs: Any) -> Any:
+        return on_apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
+
+    _ROUTES.append(route)
+    function.__code__ = _routed_code(code.co_freevars)
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        _ROUTES.pop()
+
+
+_ROUTES: list[Callable[..., Any]] = []
+
+
+def _routed_code(free_names: tuple[str, ...]) -> types.CodeType:
+    """Code that calls the innermost route, with the free variables that the exchanged function's closure has."""
+    lines = [
+        "def outer():",
+        *[f"    {name} = None" for name in free_names],
+        "    def apply(cls, *args, **kwargs):",
+        *[f"        {name}" for name in free_names],
+        f"        from {__name__} import _ROUTES",
+        "        return _ROUTES[-1](cls, args, kwargs)",
+        "    return apply",
+    ]
+    namespace: dict[str, Any] = {}
+    exec("\n".join(lines), namespace)
+    code: types.CodeType = namespace["outer"]().__code__
+    return code
+
+
+@contextlib.contextmanager
+def _intercepted_checkpoints(on_checkpoint: Callable[..., Iterator[None]]) -> Iterator[None]:
+    """Route non-reentrant `checkpoint` calls through `on_checkpoint`; the reentrant ones are autograd functions."""
+    name = "_checkpoint_without_reentrant_generator"
+    original = getattr(torch_checkpoint, name)
+
+    def generator(
+        function: Any, preserve: bool, context_fn: Any, determinism: str, debug: bool, early_stop: bool,
+        *args: Any, **kwargs: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        options = {
+            "use_reentrant": False,
+            "preserve_rng_state": preserve,
+            "context_fn": context_fn,
+            "determinism_check": determinism,
+        }
+        return on_checkpoint((*args, *kwargs.values()), options)
+
+    setattr(torch_checkpoint, name, generator)
+    try:
+        yield
+    finally:
+        setattr(torch_checkpoint, name, original)

@@ -1,0 +1,114 @@
+"""TensorSpec: what is known of a tensor before it exists, with symbolic dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from ..errors import SpecError
+
+Dim = sympy.Expr | int
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and layout of a tensor, and whether a gradient flows back through it.
+
+    >>> batch = sympy.Symbol("batch", integer=True, positive=True)
+    >>> spec = TensorSpec((batch, 4), torch.float32, (4, 1), requires_grad=True)
+    >>> print(spec)
+    float32[batch, 4] grad
+    >>> spec.bind({"batch": 3}).shape
+    (3, 4)
+    >>> spec.diff(TensorSpec((batch, 8), torch.float16, (8, 1)))
+    ['dim 1 is 4 here and 8 there', 'dtype is float32 here and float16 there', 'needs a gradient here and not there']
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+    stride: tuple[Dim, ...]
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor at hand."""
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.requires_grad)
+
+    @property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """The symbolic dims that the shape depends on."""
+        exprs = [dim for dim in self.shape if isinstance(dim, sympy.Expr)]
+        return frozenset(symbol for expr in exprs for symbol in expr.free_symbols)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the tensor lies in memory in the order of its dims, without gaps."""
+        expected: Dim = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size == 1:
+                continue
+            if sympy.simplify(sympy.sympify(stride) - expected) != 0:
+                return False
+            expected = expected * size
+        return True
+
+    def contiguous(self) -> TensorSpec:
+        """The same tensor laid out in the order of its dims."""
+        stride: list[Dim] = []
+        step: Dim = 1
+        for size in reversed(self.shape):
+            stride.insert(0, step)
+            step = step * size
+        return replace(self, stride=tuple(stride))
+
+    def bind(self, sizes: Sizes) -> TensorSpec:
+        """Concrete shapes: each symbolic dim gets its size by name."""
+        missing = sorted(str(symbol) for symbol in self.symbols if str(symbol) not in sizes)
+        if missing:
+            known = ", ".join(sorted(sizes)) or "none"
+            raise SpecError(f"cannot bind {self}: no size given for {', '.join(missing)} (given: {known})")
+        return replace(
+            self,
+            shape=tuple(_concrete(dim, sizes) for dim in self.shape),
+            stride=tuple(_concrete(dim, sizes) for dim in self.stride),
+        )
+
+    def diff(self, other: TensorSpec) -> list[str]:
+        """How this spec ("here") differs from another one ("there"), in words; empty when they agree."""
+        faults = []
+        if len(self.shape) != len(other.shape):
+            faults.append(f"has {len(self.shape)} dims here {_dims(self.shape)} and {len(other.shape)} there "
+                          f"{_dims(other.shape)}")
+        else:
+            faults += [f"dim {index} is {mine} here and {theirs} there"
+                       for index, (mine, theirs) in enumerate(zip(self.shape, other.shape, strict=True))
+                       if mine != theirs]
+        if self.dtype != other.dtype:
+            faults.append(f"dtype is {_dtype(self.dtype)} here and {_dtype(other.dtype)} there")
+        if self.shape == other.shape and self.stride != other.stride:
+            faults.append(f"strides are {_dims(self.stride)} here and {_dims(other.stride)} there")
+        if self.requires_grad != other.requires_grad:
+            words = ("needs a gradient", "not") if self.requires_grad else ("needs no gradient", "one")
+            faults.append(f"{words[0]} here and {words[1]} there")
+        return faults
+
+    def __str__(self) -> str:
+        return f"{_dtype(self.dtype)}{_dims(self.shape)}{' grad' if self.requires_grad else ''}"
+
+
+def _concrete(dim: Dim, sizes: Sizes) -> int:
+    if isinstance(dim, int):
+        return dim
+    return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols}))
+
+
+def _dims(dims: tuple[Dim, ...]) -> str:
+    return f"[{', '.join(map(str, dims))}]"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""Nested Python values as leaves plus a Structure, dataclasses included.
+
+torch's pytree stops at types that nobody registered, and registering the user's classes would change
+their process for good. A Structure also opens plain dataclasses, and gives each leaf the path that reaches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+Path = tuple[str, ...]
+
+
+class Atom:
+    """Base of dataclasses that are leaves themselves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The shape of a nested value: `rebuild` takes the children back to it. A leaf has no children and no rebuild."""
+
+    kind: str
+    rebuild: Callable[[list[Any]], Any] | None = None
+    steps: Path = ()
+    children: tuple[Structure, ...] = ()
+
+    def paths(self) -> Iterator[Path]:
+        """The source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
+        if self.rebuild is None:
+            yield ()
+        for step, child in zip(self.steps, self.children, strict=True):
+            for rest in child.paths():
+                yield (step, *rest)
+
+
+LEAF = Structure("leaf")
+
+
+def _is_plain_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Atom) and not _is_registered(value)
+
+
+def _is_registered(value: object) -> bool:
+    return not pytree.tree_is_leaf(value)
+
+
+def _open_dataclass(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    cls = type(value)
+
+    def rebuild(children: list[Any]) -> Any:
+        # Neither __init__ nor __post_init__ runs again: the value was made once already.
+        made = object.__new__(cls)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    return [f".{name}" for name in names], [getattr(value, name) for name in names], rebuild
+
+
+def _open_registered(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]:
+    leaves_with_path, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    steps = [pytree.keystr(path) for path, _ in leaves_with_path]
+    children = [leaf for _, leaf in leaves_with_path]
+    return steps, children, lambda made: pytree.tree_unflatten(made, spec)
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """Leaves of a nested value, and the Structure that takes them back.
+
+    >>> leaves, structure = flatten({"a": 1, "b": (2, None)})
+    >>> leaves, list(structure.paths())
+    ([1, 2, None], [("['a']",), ("['b']", '[0]'), ("['b']", '[1]')])
+    """
+    if value is None or not (_is_registered(value) or _is_plain_dataclass(value)):
+        return [value], LEAF
+    steps, children, rebuild = _open_dataclass(value) if _is_plain_dataclass(value) else _open_registered(value)
+    leaves: list[Any] = []
+    structures = []
+    for child in children:
+        child_leaves, structure = flatten(child)
+        leaves += child_leaves
+        structures.append(structure)
+    return leaves, Structure(type(value).__name__, rebuild, tuple(steps), tuple(structures))
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The nested value that `flatten` took apart, with these leaves."""
+    remaining = iter(leaves)
+
+    def build(part: Structure) -> Any:
+        if part.rebuild is None:
+            return next(remaining)
+        return part.rebuild([build(child) for child in part.children])
+
+    return build(structure)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nested value with each leaf replaced by `function(leaf)`."""
+    leaves, structure = flatten(value)
+    return unflatten(structure, [function(leaf) for leaf in leaves])

@@ -1,0 +1,113 @@
+"""Runs a model once under torch.export and freezes what happened as a TracedModel."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import TraceError
+from .clone import clone
+from .freeze import freeze
+from .inputs import Example, read_example
+from .recorder import Recorder
+from .structure import flatten
+from .traced import TracedModel
+
+_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+
+class _Entry(nn.Module):
+    """What torch.export sees: a module that takes tensors only, so that any structure passes in and out."""
+
+    def __init__(self, model: nn.Module, example: Example, recorder: Recorder) -> None:
+        super().__init__()
+        self.model = model
+        self._example = example
+        self._recorder = recorder
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._recorder.note_inputs(tensors)
+        args, kwargs = self._example.call_with(tensors)
+        output = self.model(*args, **kwargs)
+        # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
+        self._recorder.note_output(output)
+        return tuple(leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor))
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    live_hooks: Iterable[str] = (),
+) -> TracedModel:
+    """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
+
+    Forward hooks do not run during the trace, except those of the modules at `live_hooks`: a module that is not
+    cut keeps its hooks, and they run whenever it does.
+    """
+    example = read_example(model, args, kwargs)
+    runner = clone(model)
+    _silence_hooks(runner, set(live_hooks))
+    recorder = Recorder(runner)
+    entry = _Entry(runner, example, recorder)
+    tensors = _on_the_device_of(model, example.tensors)
+    _export(entry, tensors)
+    if not flatten(recorder.output)[0]:
+        raise TraceError(f"{type(model).__name__} returned nothing for these example inputs")
+    return freeze(model, example, recorder)
+
+
+def _silence_hooks(model: nn.Module, live: set[str]) -> None:
+    for path, module in model.named_modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+        if path in live:
+            continue
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if not is_part_of_the_forward(hook)]:
+                del hooks[key]
+
+
+def is_part_of_the_forward(hook: object) -> bool:
+    """torch's own weight_norm, spectral_norm and pruning compute the weights of a module in a hook."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.startswith("torch.nn.utils")
+
+
+def _on_the_device_of(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A model without memory is traced with inputs without memory: only their shapes count."""
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if devices != {"meta"}:
+        return tensors
+    return tuple(tensor.to("meta") for tensor in tensors)
+
+
+def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
+    dynamic = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in tensors)
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), entry._recorder.watch():
+            torch.export.export(entry, tensors, dynamic_shapes={"tensors": dynamic}, strict=False)
+    except Exception as error:
+        raise TraceError(_explain(entry.model, error)) from error
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    reason = str(error).strip().split("\n\n")[0].strip() or type(error).__name__
+    return (
+        f"{type(model).__name__} could not be traced with these example inputs.{where}\n"
+        f"  reason: {type(error).__name__}: {reason}\n"
+        "  what to try: check that the model runs with these inputs; replace branches on the values of tensors "
+        "(`if x.sum() > 0`, `.item()`) by torch.where or torch.cond; turn off features that keep Python state"
+    )
+
+
+def _is_machinery(filename: str) -> bool:
+    path = Path(filename)
+    return not path.exists() or any(folder in path.parents for folder in _OWN_FOLDERS)

@@ -1,0 +1,177 @@
+"""TracedModel: one run of a model, as a frozen list of steps and the module calls that they belong to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import nn
+
+from .spec import TensorSpec
+from .structure import Atom, Structure, flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Ref(Atom):
+    """The value that a step makes."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Size(Atom):
+    """A number that follows from the symbolic dims, so that nobody needs to send it."""
+
+    expr: sympy.Basic
+
+
+@dataclass(frozen=True)
+class ModuleRef(Atom):
+    """A module of the model, passed as an argument."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Opaque(Atom):
+    """A Python object that only the original code can make."""
+
+    type_name: str
+
+
+class _Here:
+    """The device of the traced run: in a stage, the device that the stage runs on."""
+
+    def __repr__(self) -> str:
+        return "HERE"
+
+
+HERE = _Here()
+
+
+@dataclass(frozen=True)
+class Template:
+    """A nested value whose leaves are Ref, Size, ModuleRef, Opaque or plain constants."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Template:
+        leaves, structure = flatten(value)
+        return cls(structure, tuple(leaves))
+
+    def fill(self) -> Any:
+        """The nested value itself, with its Refs in place."""
+        return unflatten(self.structure, self.leaves)
+
+    @property
+    def refs(self) -> tuple[int, ...]:
+        return tuple(leaf.index for leaf in self.leaves if isinstance(leaf, Ref))
+
+    @property
+    def is_plain(self) -> bool:
+        return not any(isinstance(leaf, Opaque) for leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The modes that a step runs in: gradients on or off, autocast, vmap levels."""
+
+    grad: bool = True
+    autocast: tuple[tuple[Any, ...], ...] = ()
+    vmap: int = 0
+
+
+StepKind = Literal["input", "state", "constant", "op", "mark"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation, or one value that is there from the start (a model input, a parameter, a constant)."""
+
+    index: int
+    tick: int
+    kind: StepKind
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    spec: TensorSpec | None
+    storage: int | None
+    context: Context
+    source: str
+    refs: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+    constant: Any = None
+
+
+SpanKind = Literal["call", "checkpoint", "function"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of steps that belong together: a module's call, a checkpointed part, a custom autograd function."""
+
+    kind: SpanKind
+    path: str
+    nth_call: int
+    begin: int
+    end: int
+    args: Template
+    result: Template
+    context: Context
+    children: tuple[Span, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    assigned_buffers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The module path as `split_spec` spells it: `blk` is the first call, `blk#1` the second."""
+        return self.path if self.nth_call == 0 else f"{self.path}#{self.nth_call}"
+
+    def walk(self) -> Iterator[Span]:
+        """This span and all inside it, in the order in which they begin."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """One leaf of the model's arguments: a tensor input, or a Python value that the trace fixed."""
+
+    path: str
+    name: str
+    step: int | None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced run. `timeline[tick]` orders all steps and the begin and end of all spans."""
+
+    steps: tuple[Step, ...]
+    root: Span
+    inputs: tuple[TracedInput, ...]
+    input_structure: Structure
+    signature: inspect.Signature
+    output: Template
+    dims: Mapping[sympy.Symbol, tuple[int, int]]
+    state_names: Mapping[int, tuple[str, ...]]
+    device: torch.device
+    model: nn.Module
+    training: bool
+    notes: tuple[str, ...] = ()
+
+    def spans(self, kind: SpanKind | None = None) -> Iterator[Span]:
+        """All spans, or those of one kind, in the order in which they begin."""
+        return (span for span in self.root.walk() if kind is None or span.kind == kind)
+
+    def steps_within(self, begin: int, end: int) -> Iterator[Step]:
+        """The steps with begin <= tick < end."""
+        return (step for step in self.steps if begin <= step.tick < end)

@@ -1,0 +1,6 @@
+"""Where and how to cut a traced model."""
+
+from .cut import cut_model
+from .points import SplitPlan, SplitPoint, check_split_spec, cuts_by_marks, cuts_by_spec
+
+__all__ = ["SplitPlan", "SplitPoint", "check_split_spec", "cut_model", "cuts_by_marks", "cuts_by_spec"]

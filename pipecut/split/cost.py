@@ -1,0 +1,1 @@
+def program_flops(program): return 0

@@ -1,0 +1,85 @@
+"""From a traced model and a SplitPlan to a Pipe: the passes in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+
+from ..pipe_ir.pipe import Pipe, StageInfo
+from ..pipe_ir.traced import HERE, TracedModel
+from .cost import program_flops
+from .dataflow import Flow, StageFlow, flow
+from .emit import Emitter, Function, Paths
+from .naming import name_values
+from .partition import partition
+from .points import SplitPlan
+from .program import Piece, WholeCall, used_by_items, walk
+from .state import assign_state, find_ties, module_aliases, unused_parameters
+from .unflatten import build_stage_module
+
+Switches = Mapping[tuple[int, str], tuple[Any, Any]]
+
+
+def cut_model(
+    traced: TracedModel, plan: SplitPlan, *, switches: Switches | None = None, keep_modules: bool = True
+) -> Pipe:
+    """Cut a traced model into stages."""
+    names = name_values(traced)
+    programs = partition(traced, plan.ticks, keep_modules=keep_modules)
+    flows = flow(traced, programs, names)
+    holdings = assign_state(traced, programs)
+    paths = Paths(module_aliases(traced.model))
+    functions = [
+        Emitter(traced, names, paths, switches or {}).stage(
+            program, stage.inputs, _prologue(program, stage, names), _returns(traced, flows, index)
+        )
+        for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
+    ]
+    modules = tuple(
+        build_stage_module(traced.model, index, holdings[index], functions[index]) for index in range(len(programs))
+    )
+    return Pipe(
+        traced=traced,
+        stages=modules,
+        stage_infos=tuple(
+            _info(index, program, flows.stages[index], functions[index], names) for index, program in enumerate(programs)
+        ),
+        edges=flows.edges,
+        tied_parameters=find_ties(modules),
+        unused_parameters=unused_parameters(traced),
+    )
+
+
+def _returns(traced: TracedModel, flows: Flow, index: int) -> Any:
+    return traced.output if index == len(flows.stages) - 1 else flows.stages[index].outputs
+
+
+def _prologue(program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
+    """What a stage computes from its inputs before anything else."""
+    lines = [f"{symbol} = {names[value]}.shape[{dim}]" for symbol, (value, dim) in stage.sizes.items()]
+    if HERE in used_by_items(program.items):
+        source = names[stage.inputs[0]] if stage.inputs else "next(self.parameters())"
+        lines.append(f"device = {source}.device")
+    # An in-place operation may not write to what another stage sent: here it would be a leaf of autograd.
+    lines += [f"{names[value]} = {names[value]}.clone()" for value in sorted(stage.rewritten)]
+    return lines
+
+
+def _info(
+    index: int, program: Piece, stage: StageFlow, functions: Sequence[Function], names: Mapping[int, str]
+) -> StageInfo:
+    modules = [item.span.label for item in walk(program.items) if isinstance(item, WholeCall)]
+    return StageInfo(
+        index=index,
+        inputs=tuple(stage.inputs),
+        input_names=tuple(names[value] for value in stage.inputs),
+        outputs=tuple(stage.outputs),
+        output_names=tuple(names[value] for value in stage.outputs),
+        modules=tuple(modules),
+        flops=sympy.sympify(program_flops(program)),
+        code={f"{function.path or 'forward'}": function.source for function in reversed(functions)},
+    )
+
+

@@ -1,0 +1,182 @@
+"""Which values go from which stage to which: the edges of a cut model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from ..errors import SplitError
+from ..pipe_ir.pipe import Edge
+from ..pipe_ir.spec import TensorSpec
+from ..pipe_ir.traced import HERE, Step, TracedModel
+from .program import FunctionCall, Operation, Piece, WholeCall, keys_in, used_by_items, walk
+
+
+@dataclass
+class StageFlow:
+    """What one stage takes, gives, and computes from sizes. `sizes` says which input's dim each symbol is."""
+
+    inputs: list[int]
+    outputs: list[int] = field(default_factory=list)
+    sizes: dict[sympy.Symbol, tuple[int, int]] = field(default_factory=dict)
+    rewritten: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The flow of all stages."""
+
+    stages: tuple[StageFlow, ...]
+    edges: tuple[Edge, ...]
+
+
+def flow(traced: TracedModel, programs: Sequence[Piece], names: Mapping[int, str]) -> Flow:
+    """Find each stage's inputs and outputs, and connect them."""
+    return _FlowFinder(traced, programs, names).find()
+
+
+class _FlowFinder:
+    def __init__(self, traced: TracedModel, programs: Sequence[Piece], names: Mapping[int, str]) -> None:
+        self.traced = traced
+        self.programs = programs
+        self.names = names
+        self.last = len(programs) - 1
+        self.made_in = {
+            index: stage
+            for stage, program in enumerate(programs)
+            for item in walk(program.items)
+            for index in _made(item)
+        }
+        self.writers = self._writers()
+
+    def find(self) -> Flow:
+        needs = [used_by_items(program.items) for program in self.programs]
+        needs[self.last] = needs[self.last] | keys_in(self.traced.output)
+        stages = [self._stage(index, keys) for index, keys in enumerate(needs)]
+        edges = [self._edge(value, index) for index, stage in enumerate(stages) for value in stage.inputs]
+        connected = [edge for edge in edges if edge is not None]
+        for edge in connected:
+            outputs = stages[edge.source].outputs
+            if edge.kind == "activation" and edge.value not in outputs:
+                outputs.append(edge.value)
+        return Flow(tuple(stages), tuple(connected))
+
+    def _stage(self, index: int, keys: frozenset[object]) -> StageFlow:
+        inputs = [key for key in keys if isinstance(key, int) and self._arrives(key, index)]
+        symbols = sorted((key for key in keys if isinstance(key, sympy.Symbol)), key=str)
+        sizes = {}
+        for symbol in symbols:
+            sizes[symbol] = self._size_source(symbol, inputs)
+            if sizes[symbol][0] not in inputs:
+                inputs.append(sizes[symbol][0])
+        if HERE in keys and not inputs and not self.traced.state_names:
+            inputs.append(next(entry.step for entry in self.traced.inputs if entry.step is not None))
+        self._check_aliases(index, inputs)
+        rewritten = frozenset(value for value in inputs if self._is_written_in(value, index))
+        return StageFlow(sorted(inputs, key=self._order), [], sizes, rewritten)
+
+    def _arrives(self, value: int, stage: int) -> bool:
+        """Whether a value comes from outside the stage, and is not part of its own state."""
+        step = self.traced.steps[value]
+        return step.kind == "input" or (step.kind == "op" and self.made_in.get(value, stage) != stage)
+
+    def _order(self, value: int) -> tuple[bool, int]:
+        return (self.traced.steps[value].kind != "input", value)
+
+    def _size_source(self, symbol: sympy.Symbol, inputs: Sequence[int]) -> tuple[int, int]:
+        for value in sorted(inputs, key=self._order):
+            spec = self.traced.steps[value].spec
+            if spec is not None and symbol in spec.shape:
+                return value, spec.shape.index(symbol)
+        return self.traced.dims[symbol]
+
+    def _edge(self, value: int, target: int) -> Edge | None:
+        step = self.traced.steps[value]
+        source = self._source(value, target)
+        if step.kind == "input" and source is None:
+            if target == 0:
+                return None
+            return Edge(value, self.names[value], "root input", 0, target, _spec(step, self.traced))
+        assert source is not None
+        return Edge(value, self.names[value], "activation", source, target, _spec(step, self.traced))
+
+    def _source(self, value: int, target: int) -> int | None:
+        """The stage that has the value as the target must see it: its last writer before the target, or its maker."""
+        made = self.made_in.get(value)
+        storage = self.traced.steps[value].storage
+        later = [stage for stage in self.writers.get(storage, ()) if (made or 0) <= stage < target]
+        if not later:
+            return made
+        if made is None or later[-1] > made:
+            self._check_has(value, later[-1], target)
+        return later[-1]
+
+    def _check_has(self, value: int, writer: int, target: int) -> None:
+        if value in used_by_items(self.programs[writer].items):
+            return
+        raise SplitError(
+            f"{self._called(value)} is used in stage {target} after stage {writer} wrote to another view of it in place; "
+            "between stages the two are no longer the same memory. Cut elsewhere, or replace the in-place operation"
+        )
+
+    def _check_aliases(self, stage: int, inputs: Sequence[int]) -> None:
+        by_storage: dict[int, int] = {}
+        for value in inputs:
+            storage = self.traced.steps[value].storage
+            if storage is None or stage not in self.writers.get(storage, ()):
+                continue
+            if storage in by_storage:
+                raise SplitError(
+                    f"{self._called(value)} and {self._called(by_storage[storage])} are views of one tensor, both come "
+                    f"into stage {stage}, and stage {stage} writes to one of them in place; between stages they are no "
+                    "longer the same memory. Cut elsewhere, or replace the in-place operation"
+                )
+            by_storage[storage] = value
+
+    def _called(self, value: int) -> str:
+        step = self.traced.steps[value]
+        return f"{self.names[value]} ({step.source})" if step.source else self.names[value]
+
+    def _is_written_in(self, value: int, stage: int) -> bool:
+        """Whether a received activation is written to, so that it must be a copy of its own."""
+        step = self.traced.steps[value]
+        if step.kind == "input" and self._source(value, stage) is None:
+            return False  # the model writes to its caller's tensor, as it does uncut
+        return step.storage is not None and stage in self.writers.get(step.storage, ())
+
+    def _writers(self) -> dict[int | None, list[int]]:
+        """The stages that write to each memory, in order."""
+        bounds = [self._begin(program) for program in self.programs]
+        writers: dict[int | None, list[int]] = {}
+        for step in self.traced.steps:
+            for index in step.writes:
+                stage = max(0, sum(step.tick >= begin for begin in bounds) - 1)
+                stages = writers.setdefault(self.traced.steps[index].storage, [])
+                if stage not in stages:
+                    stages.append(stage)
+        writers.pop(None, None)
+        return writers
+
+    def _begin(self, program: Piece) -> int:
+        ticks = [item.step.tick if isinstance(item, Operation) else item.span.begin
+                 for item in walk(program.items) if isinstance(item, Operation | WholeCall | FunctionCall)]
+        return min(ticks, default=0)
+
+
+def _made(item: object) -> frozenset[int]:
+    if isinstance(item, Operation):
+        return frozenset({item.step.index})
+    return item.makes if isinstance(item, WholeCall | FunctionCall) else frozenset()
+
+
+def _spec(step: Step, traced: TracedModel) -> TensorSpec:
+    if step.spec is None:
+        raise SplitError(
+            f"{step.name} is used in a later stage, and is a number that depends on the data, not a tensor"
+            f"{f' ({step.source})' if step.source else ''}; cut elsewhere, or keep it as a tensor"
+        )
+    return step.spec.contiguous()
+
+

@@ -1,0 +1,154 @@
+"""Cuts the list of traced steps into one program per stage."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator, Sequence
+
+from ..errors import SplitError
+from ..pipe_ir.traced import Span, Step, TracedModel
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
+
+_ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
+
+
+def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True) -> tuple[Piece, ...]:
+    """The program of each stage; `cuts` are the ticks at which stages 1, 2, ... begin.
+
+    With `keep_modules=False` every module is rebuilt from its traced operations instead of being called as it is.
+    """
+    bounds = [traced.root.begin, *cuts, traced.root.end + 1]
+    partitioner = _Partitioner(traced, keep_modules)
+    return tuple(
+        partitioner.piece(traced.root, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)
+    )
+
+
+class _Partitioner:
+    def __init__(self, traced: TracedModel, keep_modules: bool) -> None:
+        self.traced = traced
+        self.keep_modules = keep_modules
+        self.ticks = [step.tick for step in traced.steps if step.tick >= 0]
+        self.timed = [step for step in traced.steps if step.tick >= 0]
+        self.last_use = _last_uses(traced)
+        self.buffer_values = {
+            index: f"{span.path}.{name}".lstrip(".")
+            for span in traced.spans()
+            for name, index in span.assigned_buffers.items()
+        }
+
+    def piece(self, span: Span, begin: int, end: int) -> Piece:
+        return Piece(span.path, span.nth_call, span.context, _without_dead(tuple(self._items(span, begin, end)), self.last_use))
+
+    def _items(self, span: Span, begin: int, end: int) -> Iterator[Item]:
+        """The part of a span between two ticks."""
+        begin, end = max(begin, span.begin), min(end, span.end)
+        position = begin
+        for child in span.children:
+            if child.end < begin or child.begin >= end:
+                continue
+            yield from self._operations(position, child.begin)
+            yield self._child(child, begin, end)
+            position = child.end
+        yield from self._operations(position, end)
+        if span.end <= end:
+            for name, index in span.assigned_buffers.items():
+                yield BufferUpdate(span.path, name, index, span.context)
+
+    def _operations(self, begin: int, end: int) -> Iterator[Item]:
+        for step in self._steps(begin, end):
+            if step.kind == "op":
+                yield Operation(step)
+
+    def _child(self, child: Span, begin: int, end: int) -> Item:
+        if child.kind == "checkpoint":
+            return Checkpointed(child, tuple(self._items(child, begin, end)))
+        if child.kind == "function":
+            self._check_function(child)
+            return FunctionCall(child, self._made_in(child))
+        whole = begin <= child.begin and child.end < end
+        if whole and self.keep_modules and self._runs_alone(child):
+            return WholeCall(child, self._made_in(child))
+        return self.piece(child, begin, end)
+
+    def _made_in(self, span: Span) -> frozenset[int]:
+        return frozenset(index for index in span.result.refs if self.traced.steps[index].tick >= span.begin)
+
+    def _steps(self, begin: int, end: int) -> list[Step]:
+        return self.timed[bisect.bisect_left(self.ticks, begin) : bisect.bisect_left(self.ticks, end)]
+
+    def _runs_alone(self, span: Span) -> bool:
+        """Whether calling the module's own code gives what was traced: all comes in and goes out by its interface."""
+        if not span.args.is_plain or any(step.kind == "mark" for step in self._steps(span.begin, span.end)):
+            return False
+        return not self._hidden_inputs(span) and not self._hidden_outputs(span)
+
+    def _hidden_inputs(self, span: Span) -> list[str]:
+        arguments = set(span.args.refs)
+        hidden = []
+        for step in self._steps(span.begin, span.end):
+            for index in step.refs:
+                source = self.traced.steps[index]
+                inside = source.tick >= span.begin or source.kind == "constant"
+                if not inside and index not in arguments and not self._is_own_state(index, span.path):
+                    hidden.append(source.name)
+        return hidden
+
+    def _hidden_outputs(self, span: Span) -> list[str]:
+        visible = {
+            leaf.index
+            for leaf, path in zip(span.result.leaves, span.result.structure.paths(), strict=True)
+            if hasattr(leaf, "index") and all(_ACCESS.match(step) for step in path)
+        }
+        return [
+            step.name
+            for step in self._steps(span.begin, span.end)
+            if self.last_use.get(step.index, -1) > span.end
+            and step.index not in visible
+            and not self._is_own_state(step.index, span.path)
+        ]
+
+    def _is_own_state(self, index: int, path: str) -> bool:
+        names = (*self.traced.state_names.get(index, ()), self.buffer_values.get(index, ""))
+        return any(name.startswith(f"{path}.") for name in names)
+
+    def _check_function(self, span: Span) -> None:
+        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
+        hidden += self._hidden_inputs(span) + self._hidden_outputs(span)
+        if hidden:
+            raise SplitError(
+                f"{span.options['function'].__name__}.apply() runs in the forward of "
+                f"'{span.path or type(self.traced.model).__name__}', which is cut, and depends on {hidden[0]} outside its "
+                "arguments and results, so that its backward cannot be kept; call it in a module of its own that is "
+                "not cut, or pass all it needs as tensors"
+            )
+
+
+def _last_uses(traced: TracedModel) -> dict[int, int]:
+    """The last tick at which each value is used, by an operation or as an argument of a call."""
+    last: dict[int, int] = {}
+    for step in traced.steps:
+        for index in step.refs:
+            last[index] = max(last.get(index, -1), step.tick)
+    for span in traced.spans():
+        for index in span.args.refs:
+            last[index] = max(last.get(index, -1), span.begin)
+    for index in traced.output.refs:
+        last[index] = traced.root.end + 1
+    return last
+
+
+def _without_dead(items: tuple[Item, ...], last_use: dict[int, int]) -> tuple[Item, ...]:
+    """Leave out operations whose results nobody uses and that do nothing else."""
+    return tuple(item for item in items if not (isinstance(item, Operation) and _is_dead(item.step, last_use)))
+
+
+def _is_dead(step: Step, last_use: dict[int, int]) -> bool:
+    if step.index in last_use or step.writes:
+        return False
+    tags = getattr(step.target, "tags", None)
+    # An unused random number still moves the generator on. What is not a torch operator may do anything.
+    return tags is not None and not any(tag.name == "nondeterministic_seeded" for tag in tags)
+
+

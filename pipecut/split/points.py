@@ -1,0 +1,179 @@
+"""Where to cut: marks, module paths, a policy or nothing at all, all brought to one SplitPlan."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import PipeWarning, SplitError, did_you_mean
+from ..pipe_ir.traced import Context, Span, Step, TracedModel
+
+
+class SplitPoint(enum.Enum):
+    """On which side of a module to cut."""
+
+    BEGINNING = 1
+    END = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place to cut, as a tick of the trace, and how the user knows it."""
+
+    tick: int
+    label: str
+    context: Context
+    path: str
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The ticks at which stages 1, 2, ... begin."""
+
+    cuts: tuple[Cut, ...]
+
+    @property
+    def ticks(self) -> tuple[int, ...]:
+        return tuple(cut.tick for cut in self.cuts)
+
+
+def check_split_spec(model: nn.Module, split_spec: object) -> None:
+    """Refuse a split_spec that cannot be meant, before anything is traced."""
+    if not isinstance(split_spec, Mapping):
+        raise SplitError(f"split_spec must be a dict of module path to SplitPoint, got {type(split_spec).__name__}")
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    faults = []
+    for path, point in split_spec.items():
+        if not isinstance(path, str):
+            faults.append(f"split_spec has the key {path!r}; a key is a module path such as 'layers.4'")
+            continue
+        if not isinstance(point, SplitPoint):
+            faults.append(f"split_spec[{path!r}] is {point!r}; it must be SplitPoint.BEGINNING or SplitPoint.END")
+        plain, _, nth = path.partition("#")
+        if plain == "" or plain not in paths:
+            faults.append(f"split_spec names {plain!r}, which is not a module of {type(model).__name__}."
+                          + did_you_mean(plain, paths - {""}))
+        elif "#" in path and not nth.isdigit():
+            faults.append(f"split_spec names {path!r}; after # comes the number of the call: {plain}#1 is the second call")
+    if faults:
+        raise SplitError("\n".join(faults))
+
+
+def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> SplitPlan:
+    """The cuts at the beginnings and ends of modules."""
+    first_path = {module: path for path, module in traced.model.named_modules()}
+    calls: dict[str, list[Span]] = {}
+    for span in traced.spans("call"):
+        calls.setdefault(span.path, []).append(span)
+    cuts = []
+    for path, point in split_spec.items():
+        plain, _, nth = path.partition("#")
+        made = calls.get(first_path[traced.model.get_submodule(plain)], [])
+        number = int(nth or 0)
+        if number >= len(made):
+            raise SplitError(_never_called(traced.model, plain, number, len(made)))
+        span = made[number]
+        tick = span.begin if point is SplitPoint.BEGINNING else span.end + 1
+        side = "before" if point is SplitPoint.BEGINNING else "after"
+        cuts.append(Cut(tick, f"the cut {side} {path!r}", span.context, span.path))
+    return _checked(traced, cuts)
+
+
+def _never_called(model: nn.Module, path: str, number: int, calls: int) -> str:
+    if calls:
+        return (f"split_spec names call #{number} of {path!r}, which is called {calls} "
+                f"time{'s' if calls > 1 else ''} (#0 to #{calls - 1})")
+    called = "a container is never called itself: name one of its members" if isinstance(
+        model.get_submodule(path), nn.ModuleList | nn.ModuleDict) else (
+        "a module runs when it is called: name one that is, or call it as module(x), not module.forward(x)")
+    return f"split_spec names {path!r}, which the model does not call with these example inputs; {called}"
+
+
+def cuts_by_marks(traced: TracedModel) -> SplitPlan:
+    """The cuts at the model's own pipe_split() marks. Marks with nothing between them count as one."""
+    marks = [step for step in traced.steps if step.kind == "mark"]
+    _check_no_mark_in_subgraphs(traced)
+    kept: list[Step] = []
+    for mark in marks:
+        if kept and not _has_work(traced, kept[-1].tick, mark.tick):
+            warnings.warn(
+                f"two pipe_split() marks have nothing between them and count as one: "
+                f"{_place(kept[-1])} and {_place(mark)}", PipeWarning, stacklevel=4)
+            continue
+        kept.append(mark)
+    path_of = {mark.index: _innermost(traced.root, mark.tick).path for mark in kept}
+    return _checked(traced, [
+        Cut(mark.tick, f"pipe_split() at {_place(mark)}", mark.context, path_of[mark.index]) for mark in kept
+    ])
+
+
+def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
+    from torch.fx import GraphModule
+
+    from ..pipe_ir.marker import is_mark
+
+    for step in traced.steps:
+        if isinstance(step.constant, GraphModule):
+            graphs = [module.graph for module in step.constant.modules() if isinstance(module, GraphModule)]
+            if any(is_mark(node.target) for graph in graphs for node in graph.nodes):
+                raise SplitError("pipe_split() stands inside a function passed to torch.cond or another higher-order "
+                                 "operator, which cannot be cut; move the mark before or after it")
+
+
+def _checked(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
+    """Cuts in order, none inside a region, none with an empty stage beside it."""
+    ordered = sorted(cuts, key=lambda cut: cut.tick)
+    for cut in ordered:
+        check_outside_regions(traced, cut)
+    _check_no_empty_stage(traced, ordered)
+    return SplitPlan(tuple(ordered))
+
+
+def check_outside_regions(traced: TracedModel, cut: Cut) -> None:
+    """Refuse a cut inside a part that must run as a whole."""
+    reason = region_at(traced, cut)
+    if reason:
+        where = f"'{cut.path}'" if cut.path else "the model's forward"
+        raise SplitError(f"{cut.label} is inside {reason} (in {where}), which must stay whole; "
+                         "move the cut before or after it")
+
+
+def region_at(traced: TracedModel, cut: Cut) -> str | None:
+    """What must stay whole around a cut, in words; None when there is nothing."""
+    for span in traced.root.walk():
+        if span.kind != "call" and span.begin < cut.tick <= span.end:
+            return ("a part under torch.utils.checkpoint" if span.kind == "checkpoint"
+                    else f"the autograd function {span.options['function'].__name__}")
+    if not cut.context.grad:
+        return "a torch.no_grad() block"
+    if cut.context.autocast:
+        return "a torch.autocast block"
+    return "a torch.vmap call" if cut.context.vmap else None
+
+
+def _check_no_empty_stage(traced: TracedModel, cuts: Sequence[Cut]) -> None:
+    bounds = [traced.root.begin, *(cut.tick for cut in cuts), traced.root.end + 1]
+    labels = ["the beginning of the model", *(cut.label for cut in cuts), "the end of the model"]
+    for stage in range(len(bounds) - 1):
+        if not _has_work(traced, bounds[stage], bounds[stage + 1]):
+            raise SplitError(f"stage {stage} would be empty: there is nothing to run between {labels[stage]} and "
+                             f"{labels[stage + 1]}; remove one of the two")
+
+
+def _has_work(traced: TracedModel, begin: int, end: int) -> bool:
+    return any(step.kind == "op" for step in traced.steps_within(begin, end))
+
+
+def _innermost(span: Span, tick: int) -> Span:
+    for child in span.children:
+        if child.kind == "call" and child.begin < tick <= child.end:
+            return _innermost(child, tick)
+    return span
+
+
+def _place(mark: Step) -> str:
+    return mark.source.replace("File ", "").split(", in ")[0] or "an unknown line"

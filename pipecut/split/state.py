@@ -1,0 +1,133 @@
+"""Which parameters, buffers and modules each stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import SplitError
+from ..pipe_ir.pipe import TiedParameter
+from ..pipe_ir.traced import ModuleRef, TracedModel
+from .program import Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one stage holds: modules as a whole, modules of which a piece runs here, and single tensors by name."""
+
+    whole: frozenset[str]
+    pieces: frozenset[str]
+    tensors: frozenset[str]
+
+
+def module_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All paths of each module, by its first one."""
+    first: dict[nn.Module, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(first.setdefault(module, path), []).append(path)
+    return {path: tuple(paths) for path, paths in aliases.items()}
+
+
+def assign_state(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Holdings, ...]:
+    """Give each stage what it uses, and each name that nobody uses to the stage of its neighbours."""
+    aliases = module_aliases(traced.model)
+    used = [_used(traced, program, aliases) for program in programs]
+    held = [_names_held(traced, holdings) for holdings in used]
+    _check_written_buffers(traced, held)
+    extra: list[set[str]] = [set() for _ in programs]
+    stage = 0
+    for name in _all_names(traced.model):
+        homes = [index for index, names in enumerate(held) if name in names]
+        if homes:
+            stage = homes[0]
+        else:
+            extra[stage].add(name)
+    return tuple(
+        Holdings(holdings.whole, holdings.pieces, holdings.tensors | names)
+        for holdings, names in zip(used, extra, strict=True)
+    )
+
+
+def state_name(traced: TracedModel, index: int, base: str) -> str:
+    """The name of a parameter or buffer, the one below `base` if it has several."""
+    names = traced.state_names[index]
+    return next((name for name in names if not base or name.startswith(f"{base}.")), names[0])
+
+
+def _used(traced: TracedModel, program: Piece, aliases: dict[str, tuple[str, ...]]) -> Holdings:
+    whole: set[str] = set()
+    pieces: set[str] = set()
+    tensors: set[str] = set()
+
+    def visit(item: Item, base: str) -> None:
+        if isinstance(item, Piece):
+            base = item.path
+            pieces.update(aliases[base])
+        elif isinstance(item, WholeCall):
+            whole.update(aliases[item.span.path])
+        if isinstance(item, WholeCall | FunctionCall | Checkpointed):
+            references = (leaf.path for leaf in item.span.args.leaves if isinstance(leaf, ModuleRef))
+            whole.update(alias for path in references for alias in aliases[path])
+        if not isinstance(item, Piece):
+            tensors.update(state_name(traced, key, base) for key in used_by(item) if key in traced.state_names)
+        for inner in body_of(item):
+            visit(inner, base)
+
+    visit(program, program.path)
+    return Holdings(frozenset(whole), frozenset(pieces), frozenset(tensors))
+
+
+def _all_names(model: nn.Module) -> list[str]:
+    """The names of parameters and saved buffers, ties included, neighbours next to each other."""
+    names = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [*module._parameters, *(name for name in module._buffers if name not in module._non_persistent_buffers_set)]
+        tensors = {**module._parameters, **module._buffers}
+        names += [f"{path}.{name}".lstrip(".") for name in own if tensors[name] is not None]
+    return names
+
+
+def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
+    whole = tuple(f"{path}." for path in holdings.whole)
+    everything = (*traced.model.named_parameters(remove_duplicate=False),
+                  *traced.model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in everything if name in holdings.tensors or name.startswith(whole)}
+
+
+def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> None:
+    """A buffer that the forward updates can live on one stage only."""
+    written = {name for step in traced.steps for index in step.writes for name in traced.state_names.get(index, ())}
+    written |= {f"{span.path}.{name}".lstrip(".") for span in traced.spans() for name in span.assigned_buffers}
+    for name in sorted(written):
+        holders = [index for index, names in enumerate(held) if name in names]
+        if len(holders) > 1:
+            raise SplitError(
+                f"buffer {name} is updated in forward and used by stages {holders}; each stage would keep a copy of its "
+                "own. Cut so that all its uses are in one stage"
+            )
+
+
+def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
+    """The parameters that more than one stage holds."""
+    names: dict[int, list[str]] = {}
+    holders: dict[int, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            if name not in names.setdefault(id(parameter), []):
+                names[id(parameter)].append(name)
+            if index not in holders.setdefault(id(parameter), []):
+                holders[id(parameter)].append(index)
+    return tuple(
+        TiedParameter(tuple(names[key]), tuple(stages_), stages_[0])
+        for key, stages_ in holders.items()
+        if len(stages_) > 1
+    )
+
+
+def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
+    """The parameters that no traced operation uses."""
+    used = {name for step in traced.steps for index in step.refs for name in traced.state_names.get(index, ())}
+    return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)

@@ -1,0 +1,118 @@
+"""Builds the stages: the model's own hierarchy, classes and names, with generated code where the cut went through."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import PipeError
+from ..pipe_ir.clone import clone
+from .containers import sparse_class
+from .emit import Function
+from .state import Holdings
+
+_file_numbers = itertools.count()
+
+
+def build_stage_module(model: nn.Module, index: int, holdings: Holdings, functions: Sequence[Function]) -> nn.Module:
+    """A module tree over the model's own tensors that holds and runs what one stage needs."""
+    present = _present(model, holdings)
+    absent = [module for module in model.modules() if module not in present]
+    stage = clone(model, absent)
+    whole = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
+    kept: dict[nn.Module, set[str]] = {}
+    for name in holdings.tensors:
+        owner, _, attribute = name.rpartition(".")
+        kept.setdefault(model.get_submodule(owner), set()).add(attribute)
+    for path, module in model.named_modules():
+        if module in present and module not in whole:
+            _prune(stage.get_submodule(path), module, kept.get(module, set()))
+    by_path: dict[str, list[Function]] = {}
+    for function in functions:
+        by_path.setdefault(function.path, []).append(function)
+    originals = dict(model.named_modules())
+    for path, pieces in by_path.items():
+        _install(stage, stage.get_submodule(path), originals[path], index, pieces, path in holdings.whole)
+    return stage
+
+
+def _present(model: nn.Module, holdings: Holdings) -> set[nn.Module]:
+    """The modules that are there: those held, and all above them."""
+    owners = {name.rpartition(".")[0] for name in holdings.tensors}
+    present = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
+    for path in {*holdings.whole, *holdings.pieces, *owners, ""}:
+        parts = path.split(".")
+        present |= {model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)}
+    return present
+
+
+def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
+    """Take from a module the tensors that other stages hold."""
+    for tensors in (module._parameters, module._buffers):
+        for name in [name for name, tensor in tensors.items() if tensor is not None and name not in kept]:
+            del tensors[name]
+            module._non_persistent_buffers_set.discard(name)
+    if len(module._modules) < len(original._modules):
+        module.__class__ = sparse_class(original)
+
+
+def _install(
+    stage: nn.Module, module: nn.Module, original: nn.Module, index: int, pieces: Sequence[Function], also_whole: bool
+) -> None:
+    """Give a module the generated forward of its pieces."""
+    forwards: dict[int | None, Callable[..., Any]] = {piece.nth_call: _compile(piece, index) for piece in pieces}
+    if also_whole:
+        forwards[None] = type(module).forward
+    forward = _dispatching(forwards) if len(forwards) > 1 else next(iter(forwards.values()))
+    base = type(module)
+    members = {"forward": forward, "__module__": base.__module__, "_pipecut_stage": index}
+    if base.__call__ is not nn.Module.__call__:
+        members["__call__"] = nn.Module.__call__  # what the class adds around a call is part of the generated code
+    module.__class__ = type(base.__name__, (base,), members)
+    _drop_traced_hooks(module)
+    for piece in pieces:
+        for name, tensor in piece.constants.items():
+            module.register_buffer(name, tensor, persistent=False)
+        if piece.elsewhere:
+            # Not registered: these modules have their place in the hierarchy already.
+            known = module.__dict__.setdefault("_elsewhere", {})
+            known.update({path: stage.get_submodule(path) for path in piece.elsewhere})
+
+
+def _dispatching(forwards: dict[int | None, Callable[..., Any]]) -> Callable[..., Any]:
+    def forward(self: nn.Module, piece: int | None, *args: Any, **kwargs: Any) -> Any:
+        return forwards[piece](self, *args, **kwargs)
+
+    return forward
+
+
+def _drop_traced_hooks(module: nn.Module) -> None:
+    """What the hooks of a cut module did is in the generated code already."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        hooks.clear()
+
+
+def _compile(piece: Function, index: int) -> Callable[..., Any]:
+    """The function of a source text, with the text where tracebacks and debuggers look for it."""
+    filename = f"<pipecut stage {index} {piece.path or 'root'} {next(_file_numbers)}>"
+    lines = piece.source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(piece.source), None, lines, filename)
+    namespace: dict[str, Any] = dict(piece.globals)
+    known = set(namespace)
+    exec(compile(piece.source, filename, "exec"), namespace)
+    (function,) = (value for name, value in namespace.items() if name.startswith("forward") and name not in known)
+    return function  # type: ignore[no-any-return]
+
+
+def check_is_uncut(model: object) -> None:
+    """Refuse what pipeline() itself has made."""
+    if isinstance(model, nn.Module) and any(hasattr(type(module), "_pipecut_stage") for module in model.modules()):
+        raise PipeError(
+            f"this {type(model).__name__} is a stage of a model that is cut already; call pipeline() with the whole model"
+        )
+
+
