@@ -1,20 +1,121 @@
-"""pipeline(): trace, decide where to cut, cut."""
+"""pipeline(): trace a model, decide where to cut, cut it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from .errors import InputError, PipeError, SplitError
 from .pipe_ir.pipe import Pipe
 from .pipe_ir.trace import trace
-from .split import SplitPoint, check_split_spec, cut_model, cuts_by_marks, cuts_by_spec
+from .pipe_ir.traced import TracedModel
+from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
+from .split.automatic import cuts_balanced
+from .split.hooks import hooks_to_trace, refuse_backward_hooks
+from .split.modes import Modes, compare_modes, depends_on_mode
+from .split.partition import partition
+from .split.points import cuts_by_marks, cuts_by_spec
+from .split.policy import cuts_by_policy
 
 
-def pipeline(module: nn.Module, mb_args: tuple[Any, ...], mb_kwargs: dict[str, Any] | None = None,
-             split_spec: dict[str, SplitPoint] | None = None, split_policy: Any = None, _keep: bool = True) -> Pipe:
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    num_stages: int | None = None,
+) -> Pipe:
+    """Cut a model into stages.
+
+    Say where to cut in one of four ways: `pipe_split()` marks in the model's forward; `split_spec`, which cuts before
+    or after modules given by path ("blk#1" is the second call of blk); `split_policy`, a function that inserts marks
+    in a GraphModule; or `num_stages`, for balanced cuts found automatically.
+
+    The model is traced with `mb_args` and `mb_kwargs`, example inputs of one microbatch, and is not changed: not
+    patched, not moved, not run on real data. The stages share its parameters. Other batch sizes work too, unless
+    the model's code fixes the size.
+
+    >>> import torch
+    >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    >>> pipe = pipeline(model, (torch.ones(2, 8),), num_stages=2)
+    >>> pipe.num_stages
+    2
+    """
+    _check_request(module, split_spec, split_policy, num_stages)
+    request = _Request(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages)
+    traced, plan = request.traced_with_its_hooks()
+    return cut_model(traced, plan, modes=request.modes(traced, plan))
+
+
+def _check_request(module: object, split_spec: object, split_policy: object, num_stages: object) -> None:
+    if isinstance(module, Pipe):
+        raise PipeError("this model is cut already: it is a Pipe; call pipeline() with the model that it was made from")
+    if not isinstance(module, nn.Module):
+        raise InputError(f"pipeline() takes an nn.Module, got {type(module).__name__}")
+    check_is_uncut(module)
+    given = {"split_spec": split_spec, "split_policy": split_policy, "num_stages": num_stages}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise SplitError(f"{' and '.join(asked)} were both given, and each says where to cut; keep one of them")
     if split_spec is not None:
         check_split_spec(module, split_spec)
-    traced = trace(module, mb_args, mb_kwargs)
-    plan = cuts_by_spec(traced, split_spec) if split_spec else cuts_by_marks(traced)
-    return cut_model(traced, plan, keep_modules=_keep)
+    if split_policy is not None and not callable(split_policy):
+        raise SplitError(f"split_policy must be a function from GraphModule to GraphModule, got {split_policy!r}")
+    if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
+        raise SplitError(f"num_stages must be a whole number of at least 1, got {num_stages!r}")
+
+
+class _Request:
+    """One call of pipeline(): the model, the example and the way to find the cuts."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        split_spec: Mapping[str, SplitPoint] | None,
+        split_policy: SplitPolicy | None,
+        num_stages: int | None,
+    ) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.split_spec, self.split_policy, self.num_stages = split_spec, split_policy, num_stages
+        self.live_hooks: set[str] = set()
+
+    def traced_with_its_hooks(self) -> tuple[TracedModel, SplitPlan]:
+        """Trace and plan; once more if modules turn out to be cut whose hooks have to be part of the trace."""
+        traced = trace(self.module, self.args, self.kwargs)
+        plan = self.plan(traced)
+        programs = partition(traced, plan.ticks)
+        refuse_backward_hooks(traced, programs)
+        self.live_hooks = hooks_to_trace(traced, programs)
+        if self.live_hooks:
+            traced = trace(self.module, self.args, self.kwargs, live_hooks=self.live_hooks)
+            plan = self.plan(traced)
+        return traced, plan
+
+    def plan(self, traced: TracedModel) -> SplitPlan:
+        """Where to cut."""
+        has_marks = any(step.kind == "mark" for step in traced.steps)
+        named = {"split_spec": self.split_spec, "split_policy": self.split_policy, "num_stages": self.num_stages}
+        other = next((name for name, value in named.items() if value is not None), None)
+        if has_marks and other is not None:
+            raise SplitError(
+                f"the model has pipe_split() marks in its forward, and {other} says where to cut too; remove the marks "
+                f"or leave out {other}"
+            )
+        if self.split_spec is not None:
+            return cuts_by_spec(traced, self.split_spec)
+        if self.split_policy is not None:
+            return cuts_by_policy(traced, self.split_policy)
+        return cuts_by_marks(traced) if self.num_stages is None else cuts_balanced(traced, self.num_stages)
+
+    def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:
+        """How the generated code follows train() and eval(); a second trace where the forward looks at the mode."""
+        programs = partition(traced, plan.ticks)
+        if not depends_on_mode(traced, programs):
+            return Modes()
+        other = trace(self.module, self.args, self.kwargs, self.live_hooks, training=not self.module.training)
+        return compare_modes(traced, programs, other, partition(other, self.plan(other).ticks))

@@ -69,9 +69,7 @@ def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
     return isinstance(hook, types.MethodType) and isinstance(hook.__self__, nn.Module)
 
 
-def _deepcopy(
-    model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]
-) -> tuple[nn.Module, dict[int, Any]]:
+def _deepcopy(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
     """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
     attempt = dict(memo)
     try:

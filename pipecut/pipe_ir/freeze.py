@@ -20,9 +20,9 @@ from .symbols import SYMBOLIC, Symbols
 from .traced import HERE, Context, Ref, Size, Span, Step, StepKind, Template, TracedInput, TracedModel
 
 
-def freeze(model: nn.Module, example: Example, run: Recorder) -> TracedModel:
+def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
     """All of a trace as frozen values, independent of the tracer."""
-    return _Freezer(model, example, run).traced()
+    return _Freezer(model, example, run, training).traced()
 
 
 @dataclass
@@ -34,9 +34,9 @@ class _Draft:
 
 
 class _Freezer:
-    def __init__(self, model: nn.Module, example: Example, run: Recorder) -> None:
+    def __init__(self, model: nn.Module, example: Example, run: Recorder, training: bool) -> None:
         assert run.root is not None
-        self.model, self.example, self.run = model, example, run
+        self.model, self.example, self.run, self.training = model, example, run, training
         self.root = run.root
         names = _input_names(example)
         self.input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
@@ -67,10 +67,13 @@ class _Freezer:
             signature=self.example.signature,
             output=output,
             dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
+            hints={
+                str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
+            },
             state_names={self.index[node]: tuple(names) for node, names in self.state.items() if node in self.index},
             device=self.device,
             model=self.model,
-            training=self.model.training,
+            training=self.training,
         )
 
     def _walk_timeline(self) -> None:
@@ -194,7 +197,13 @@ class _Freezer:
             return Ref(self.index[leaf.node])
         if isinstance(leaf, SYMBOLIC):
             number = self.symbols.number(leaf)
-            return number if isinstance(number, int) else Size(number) if number is not None else Ref(self.data_numbers[leaf.node.expr])
+            return (
+                number
+                if isinstance(number, int)
+                else Size(number)
+                if number is not None
+                else Ref(self.data_numbers[leaf.node.expr])
+            )
         if isinstance(leaf, torch.Tensor):
             return self._constant(leaf)
         return self._argument(leaf)

@@ -47,8 +47,10 @@ class _Nth(Atom):
 def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Example:
     """Check example arguments against `model.forward`'s signature and name their leaves."""
     if not isinstance(args, tuple):
-        raise InputError(f"mb_args must be a tuple of positional arguments, got {type(args).__name__}; "
-                         "for a single argument write mb_args=(x,)")
+        raise InputError(
+            f"mb_args must be a tuple of positional arguments, got {type(args).__name__}; "
+            "for a single argument write mb_args=(x,)"
+        )
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
         raise InputError(f"mb_kwargs must be a dict with the names of arguments as keys, got {type(kwargs).__name__}")
     signature = inspect.signature(model.forward)
@@ -94,8 +96,10 @@ def bind_inputs(traced: TracedModel, args: tuple[Any, ...], kwargs: Mapping[str,
 def _structure_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
     expected = {entry.path for entry in traced.inputs}
     missing = [f"{path} was part of the example inputs and is missing" for path in expected - given.keys()]
-    extra = [f"{path} was not part of the example inputs: call pipeline() with an example that has it"
-             for path in given.keys() - expected]
+    extra = [
+        f"{path} was not part of the example inputs: call pipeline() with an example that has it"
+        for path in given.keys() - expected
+    ]
     return sorted(missing) + sorted(extra)
 
 
@@ -104,8 +108,10 @@ def _leaf_faults(traced: TracedModel, entry: TracedInput, value: Any) -> list[st
     if entry.step is None:
         if _same_value(entry.constant, value):
             return []
-        return [f"{entry.path} was {entry.constant!r} when the model was traced, and the trace holds for that value "
-                f"only; got {_brief(value)}: {retrace}"]
+        return [
+            f"{entry.path} was {entry.constant!r} when the model was traced, and the trace holds for that value "
+            f"only; got {_brief(value)}: {retrace}"
+        ]
     if not isinstance(value, torch.Tensor):
         return [f"{entry.path} was a tensor when the model was traced; got {_brief(value)}: {retrace}"]
     return _tensor_faults(traced, entry, value)

@@ -187,5 +187,3 @@ class Pipe:
         return describe(self)
 
     __repr__ = __str__
-
-

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import sympy
 import torch
 
 from ..errors import SpecError
 
-Dim = sympy.Expr | int
+Dim: TypeAlias = sympy.Expr | int
 Sizes = Mapping[str, int]
 
 
@@ -81,12 +82,15 @@ class TensorSpec:
         """How this spec ("here") differs from another one ("there"), in words; empty when they agree."""
         faults = []
         if len(self.shape) != len(other.shape):
-            faults.append(f"has {len(self.shape)} dims here {_dims(self.shape)} and {len(other.shape)} there "
-                          f"{_dims(other.shape)}")
+            faults.append(
+                f"has {len(self.shape)} dims here {_dims(self.shape)} and {len(other.shape)} there {_dims(other.shape)}"
+            )
         else:
-            faults += [f"dim {index} is {mine} here and {theirs} there"
-                       for index, (mine, theirs) in enumerate(zip(self.shape, other.shape, strict=True))
-                       if mine != theirs]
+            faults += [
+                f"dim {index} is {mine} here and {theirs} there"
+                for index, (mine, theirs) in enumerate(zip(self.shape, other.shape, strict=True))
+                if mine != theirs
+            ]
         if self.dtype != other.dtype:
             faults.append(f"dtype is {_dtype(self.dtype)} here and {_dtype(other.dtype)} there")
         if self.shape == other.shape and self.stride != other.stride:

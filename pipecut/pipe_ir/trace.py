@@ -44,14 +44,17 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     live_hooks: Iterable[str] = (),
+    training: bool | None = None,
 ) -> TracedModel:
     """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
 
     Forward hooks do not run during the trace, except those of the modules at `live_hooks`: a module that is not
-    cut keeps its hooks, and they run whenever it does.
+    cut keeps its hooks, and they run whenever it does. `training` puts all modules of the copy in that mode.
     """
     example = read_example(model, args, kwargs)
     runner = clone(model)
+    if training is not None:
+        runner.train(training)
     _silence_hooks(runner, set(live_hooks))
     recorder = Recorder(runner)
     entry = _Entry(runner, example, recorder)
@@ -59,7 +62,7 @@ def trace(
     _export(entry, tensors)
     if not flatten(recorder.output)[0]:
         raise TraceError(f"{type(model).__name__} returned nothing for these example inputs")
-    return freeze(model, example, recorder)
+    return freeze(model, example, recorder, model.training if training is None else training)
 
 
 def _silence_hooks(model: nn.Module, live: set[str]) -> None:
@@ -98,7 +101,9 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
 
 def _explain(model: nn.Module, error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
-    where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    where = (
+        f"\n  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    )
     reason = str(error).strip().split("\n\n")[0].strip() or type(error).__name__
     return (
         f"{type(model).__name__} could not be traced with these example inputs.{where}\n"

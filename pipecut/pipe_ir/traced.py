@@ -153,7 +153,10 @@ class TracedInput:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A traced run. `timeline[tick]` orders all steps and the begin and end of all spans."""
+    """A traced run. Ticks order all steps, and the begin and end of all spans.
+
+    `dims` says of which input's dim each symbol is the size, `hints` what that size was in the example.
+    """
 
     steps: tuple[Step, ...]
     root: Span
@@ -162,6 +165,7 @@ class TracedModel:
     signature: inspect.Signature
     output: Template
     dims: Mapping[sympy.Symbol, tuple[int, int]]
+    hints: Mapping[str, int]
     state_names: Mapping[int, tuple[str, ...]]
     device: torch.device
     model: nn.Module

@@ -28,6 +28,10 @@ class _Sparse:
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules.values())
 
+    def __repr__(self) -> str:
+        # ModuleList folds equal members under their positions, which are not their indices here.
+        return nn.Module.__repr__(self)  # type: ignore[arg-type]
+
 
 class SparseModuleList(_Sparse, nn.ModuleList):  # type: ignore[misc]
     """A ModuleList with gaps."""

@@ -1,1 +1,105 @@
-def program_flops(program): return 0
+"""What a traced step costs: floating-point operations as an expression of the symbolic dims.
+
+torch.utils.flop_counter counts while a model runs, on the operators below autograd; a trace holds the operators
+above it (linear, scaled_dot_product_attention), with symbolic sizes, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+
+from ..pipe_ir.effects import operator_name
+from ..pipe_ir.spec import Dim, TensorSpec
+from ..pipe_ir.traced import Ref, Step, TracedModel
+
+Shape = tuple[Dim, ...]
+Formula = Callable[[list[Any], Shape], Dim]
+
+
+def _volume(shape: Shape) -> Dim:
+    return math.prod(shape)
+
+
+def _contraction(args: list[Any], out: Shape) -> Dim:
+    """A matrix product: each output element sums over the last dim of the first argument."""
+    return 2 * _volume(out) * args[0][-1]
+
+
+def _second_contraction(args: list[Any], out: Shape) -> Dim:
+    return 2 * _volume(out) * args[1][-1]
+
+
+def _convolution(args: list[Any], out: Shape) -> Dim:
+    return 2 * _volume(out) * _volume(args[1][1:])
+
+
+def _transposed_convolution(args: list[Any], out: Shape) -> Dim:
+    return 2 * _volume(args[0]) * _volume(args[1][1:])
+
+
+def _attention(args: list[Any], out: Shape) -> Dim:
+    query, key, value = args[:3]
+    return 2 * _volume(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _recurrent(args: list[Any], out: Shape) -> Dim:
+    """Every weight matrix of the layers is applied to every element of the sequence."""
+    weights = next((arg for arg in args[1:] if isinstance(arg, list) and arg and len(arg[0]) == 2), [])
+    return 2 * _volume(args[0][:-1]) * sum(_volume(weight) for weight in weights if len(weight) == 2)
+
+
+FORMULAS: Mapping[str, Formula] = {
+    **dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), _contraction),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm"), _second_contraction),
+    **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"), _convolution),
+    **dict.fromkeys(("aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d"),
+                    _transposed_convolution),
+    "aten::scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _recurrent),
+}  # fmt: skip
+
+
+def step_flops(traced: TracedModel, step: Step) -> Dim:
+    """The floating-point operations of a step's matrix products and convolutions; 0 for all other operations."""
+    formula = FORMULAS.get(operator_name(step.target)) if step.kind == "op" else None
+    if formula is None:
+        return 0
+
+    def shapes(value: Any) -> Any:
+        if isinstance(value, Ref):
+            spec = traced.steps[value.index].spec
+            return spec.shape if spec is not None else ()
+        return [shapes(item) for item in value] if isinstance(value, list | tuple) else value
+
+    out = step.spec.shape if step.spec is not None else ()
+    return formula([shapes(arg) for arg in step.args], out)
+
+
+def flops_between(traced: TracedModel, begin: int, end: int) -> sympy.Expr:
+    """The floating-point operations of the forward between two ticks."""
+    return sympy.Add(*(step_flops(traced, step) for step in traced.steps_within(begin, end)))
+
+
+def element_count(spec: TensorSpec | None, sizes: Mapping[str, int]) -> int:
+    """The elements of a tensor at the given sizes; dims that depend on data count as one."""
+    if spec is None:
+        return 0
+    return math.prod(number_at(dim, sizes) for dim in spec.shape)
+
+
+def number_at(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """A dim at the given sizes."""
+    if isinstance(dim, int):
+        return dim
+    return int(dim.subs({symbol: sizes.get(str(symbol), 1) for symbol in dim.free_symbols}))
+
+
+def step_weight(traced: TracedModel, step: Step, sizes: Mapping[str, int]) -> int:
+    """How much a step counts when stages are balanced: its FLOPs, and the elements that it writes."""
+    if step.kind != "op":
+        return 0
+    return number_at(step_flops(traced, step), sizes) + element_count(step.spec, sizes)

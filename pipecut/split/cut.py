@@ -9,9 +9,10 @@ import sympy
 
 from ..pipe_ir.pipe import Pipe, StageInfo
 from ..pipe_ir.traced import HERE, TracedModel
-from .cost import program_flops
+from .cost import flops_between
 from .dataflow import Flow, StageFlow, flow
 from .emit import Emitter, Function, Paths
+from .modes import Modes
 from .naming import name_values
 from .partition import partition
 from .points import SplitPlan
@@ -19,11 +20,13 @@ from .program import Piece, WholeCall, used_by_items, walk
 from .state import assign_state, find_ties, module_aliases, unused_parameters
 from .unflatten import build_stage_module
 
-Switches = Mapping[tuple[int, str], tuple[Any, Any]]
-
 
 def cut_model(
-    traced: TracedModel, plan: SplitPlan, *, switches: Switches | None = None, keep_modules: bool = True
+    traced: TracedModel,
+    plan: SplitPlan,
+    *,
+    modes: Modes = Modes(),
+    keep_modules: bool = True,  # noqa: B008
 ) -> Pipe:
     """Cut a traced model into stages."""
     names = name_values(traced)
@@ -32,7 +35,7 @@ def cut_model(
     holdings = assign_state(traced, programs)
     paths = Paths(module_aliases(traced.model))
     functions = [
-        Emitter(traced, names, paths, switches or {}).stage(
+        Emitter(traced, names, paths, modes, index).stage(
             program, stage.inputs, _prologue(program, stage, names), _returns(traced, flows, index)
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
@@ -40,11 +43,13 @@ def cut_model(
     modules = tuple(
         build_stage_module(traced.model, index, holdings[index], functions[index]) for index in range(len(programs))
     )
+    bounds = [traced.root.begin, *plan.ticks, traced.root.end + 1]
     return Pipe(
         traced=traced,
         stages=modules,
         stage_infos=tuple(
-            _info(index, program, flows.stages[index], functions[index], names) for index, program in enumerate(programs)
+            _info(index, program, flows.stages[index], functions[index], names, flops_between(traced, begin, end))
+            for index, (program, begin, end) in enumerate(zip(programs, bounds, bounds[1:], strict=False))
         ),
         edges=flows.edges,
         tied_parameters=find_ties(modules),
@@ -68,7 +73,12 @@ def _prologue(program: Piece, stage: StageFlow, names: Mapping[int, str]) -> lis
 
 
 def _info(
-    index: int, program: Piece, stage: StageFlow, functions: Sequence[Function], names: Mapping[int, str]
+    index: int,
+    program: Piece,
+    stage: StageFlow,
+    functions: Sequence[Function],
+    names: Mapping[int, str],
+    flops: sympy.Expr,
 ) -> StageInfo:
     modules = [item.span.label for item in walk(program.items) if isinstance(item, WholeCall)]
     return StageInfo(
@@ -78,8 +88,6 @@ def _info(
         outputs=tuple(stage.outputs),
         output_names=tuple(names[value] for value in stage.outputs),
         modules=tuple(modules),
-        flops=sympy.sympify(program_flops(program)),
-        code={f"{function.path or 'forward'}": function.source for function in reversed(functions)},
+        flops=flops,
+        code={function.label: function.source for function in reversed(functions)},
     )
-
-

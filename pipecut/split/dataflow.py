@@ -160,8 +160,11 @@ class _FlowFinder:
         return writers
 
     def _begin(self, program: Piece) -> int:
-        ticks = [item.step.tick if isinstance(item, Operation) else item.span.begin
-                 for item in walk(program.items) if isinstance(item, Operation | WholeCall | FunctionCall)]
+        ticks = [
+            item.step.tick if isinstance(item, Operation) else item.span.begin
+            for item in walk(program.items)
+            if isinstance(item, Operation | WholeCall | FunctionCall)
+        ]
         return min(ticks, default=0)
 
 
@@ -178,5 +181,3 @@ def _spec(step: Step, traced: TracedModel) -> TensorSpec:
             f"{f' ({step.source})' if step.source else ''}; cut elsewhere, or keep it as a tensor"
         )
     return step.spec.contiguous()
-
-

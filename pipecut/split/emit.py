@@ -14,8 +14,10 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._sympy.printers import PythonPrinter
 
+from ..errors import PipeError
 from ..pipe_ir.structure import Structure
 from ..pipe_ir.traced import HERE, Context, ModuleRef, Ref, Size, Span, Step, Template, TracedModel
+from .modes import Modes, Switch, require_mode
 from .program import (
     BufferUpdate,
     Checkpointed,
@@ -46,6 +48,10 @@ class Function:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     elsewhere: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        return self.path if self.nth_call == 0 else f"{self.path}#{self.nth_call}"
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -64,19 +70,21 @@ def _is_below(path: str, base: str) -> bool:
 
 
 class Emitter:
-    """Emits the functions of one stage. `switches` gives arguments that differ between train and eval mode."""
+    """Emits the functions of one stage."""
 
     def __init__(
         self,
         traced: TracedModel,
         names: Mapping[int, str],
         paths: Paths,
-        switches: Mapping[tuple[int, str], tuple[Any, Any]],
+        modes: Modes,
+        stage: int,
     ) -> None:
         self.traced = traced
         self.names = names
         self.paths = paths
-        self.switches = switches
+        self.modes = modes
+        self.stage_index = stage
         self.functions: list[Function] = []
         self.shared_paths: frozenset[str] = frozenset()
 
@@ -138,6 +146,9 @@ class _Writer:
         self.lines: list[str] = []
         self.function = Function(piece.path, piece.nth_call, tuple(parameters), "")
         self.function.globals["torch"] = torch
+        training = emitter.modes.bound.get((emitter.stage_index, piece.path, piece.nth_call))
+        if training is not None:
+            self.lines.append(f"{self.shared('require_mode', require_mode)}(self, {training}, {piece.path!r})")
 
     def finish(self) -> Function:
         suffix = "" if self.piece.nth_call == 0 else f"_call_{self.piece.nth_call}"
@@ -185,21 +196,13 @@ class _Writer:
     def _call_text(self, step: Step) -> str:
         if getattr(step.target, "__name__", "") == "getitem" and not step.kwargs:
             return f"{self.value(step.args[0])}[{self.value(step.args[1])}]"
-        args = [self._switched(step, str(position), value) for position, value in enumerate(step.args)]
-        kwargs = [f"{key}={self._switched(step, key, value)}" for key, value in step.kwargs.items()]
-        return f"{self._callable(step.target)}({', '.join(args + kwargs)})"
-
-    def _switched(self, step: Step, key: str, value: Any) -> str:
-        switch = self.emitter.switches.get((step.index, key))
-        if switch is None:
-            return self.value(value)
-        return f"{self.value(switch[0])} if self.training else {self.value(switch[1])}"
+        args, kwargs = self.emitter.modes.arguments_of(step)
+        texts = [*map(self.value, args), *(f"{key}={self.value(value)}" for key, value in kwargs.items())]
+        return f"{self._callable(step.target)}({', '.join(texts)})"
 
     def _callable(self, target: Any) -> str:
         if isinstance(target, torch._ops.OpOverload):
-            return f"torch.ops.{target.name().replace('::', '.')}" + (
-                "" if target._overloadname != "default" else ".default"
-            )
+            return f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
         return self.shared(getattr(target, "__name__", "function"), target)
 
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:
@@ -231,6 +234,9 @@ class _Writer:
             self.lines.append(f"{names[span.result.refs[0]]} = {call}")
             return
         whole = f"result_of_{re.sub(r'[^0-9a-zA-Z]+', '_', span.label)}_{span.begin}"
+        kind, count = span.result.structure.kind, len(span.result.structure.children)
+        if kind in ("tuple", "list"):
+            call = f"{self.shared('require_items', require_items)}({call}, {kind}, {count}, {span.label!r})"
         self.lines.append(f"{whole} = {call}")
         for leaf, path in zip(span.result.leaves, span.result.structure.paths(), strict=True):
             if isinstance(leaf, Ref) and leaf.index in needed:
@@ -299,6 +305,8 @@ class _Writer:
             return "device"
         if isinstance(value, ModuleRef):
             return self.module(value.path)
+        if isinstance(value, Switch):
+            return f"{self.value(value.training)} if self.training else {self.value(value.evaluation)}"
         if type(value) in (list, torch.fx.immutable_collections.immutable_list):
             return f"[{', '.join(map(self.value, value))}]"
         if type(value) is tuple:
@@ -320,7 +328,11 @@ class _Writer:
         return f"({text})" if not text.isidentifier() else text
 
     def shared_or_plain(self, name: str, value: Any) -> str:
-        if value is None or type(value) in (bool, int, str) or (type(value) is float and value == value and abs(value) != float("inf")):
+        if (
+            value is None
+            or type(value) in (bool, int, str)
+            or (type(value) is float and value == value and abs(value) != float("inf"))
+        ):
             return repr(value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return str(value)
@@ -360,6 +372,17 @@ def _paths_with_several_forwards(program: Piece) -> frozenset[str]:
     return frozenset(path for path, kinds in ways.items() if len(kinds) > 1)
 
 
+def require_items(result: Any, kind: type, count: int, label: str) -> Any:
+    """Called by generated code: a module must return what it returned when it was traced."""
+    if not isinstance(result, tuple | list) or type(result) is not kind or len(result) != count:
+        raise PipeError(
+            f"{label} returned a {kind.__name__} of {count} when the model was traced, and now "
+            f"{f'a {type(result).__name__} of {len(result)}' if isinstance(result, tuple | list) else type(result)}; "
+            "a module that returns something else in another mode or after its hooks needs a new pipeline() call"
+        )
+    return result
+
+
 class _Block(list[str]):
     """Lines that appear one level deeper in the list that they belong to."""
 
@@ -374,9 +397,9 @@ class _Block(list[str]):
 _LITERALS: dict[str, Callable[[Structure, list[str]], str]] = {
     "tuple": lambda structure, children: f"({''.join(f'{child}, ' for child in children)})",
     "list": lambda structure, children: f"[{', '.join(children)}]",
-    "dict": lambda structure, children: "{"
-    + ", ".join(f"{step[1:-1]}: {child}" for step, child in zip(structure.steps, children, strict=True))
-    + "}",
+    "dict": lambda structure, children: (
+        "{" + ", ".join(f"{step[1:-1]}: {child}" for step, child in zip(structure.steps, children, strict=True)) + "}"
+    ),
 }
 
 _WRITE: dict[type, Callable[[_Writer, Any, set[Key]], None]] = {

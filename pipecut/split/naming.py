@@ -14,8 +14,11 @@ def name_values(traced: TracedModel) -> dict[int, str]:
     """A name for the value of every step: inputs as the user calls them, module results by the module's path."""
     wishes = {step.index: step.name for step in traced.steps}
     for span in traced.spans("call"):
-        made = [leaf.index for leaf in span.result.leaves
-                if isinstance(leaf, Ref) and traced.steps[leaf.index].tick >= span.begin]
+        made = [
+            leaf.index
+            for leaf in span.result.leaves
+            if isinstance(leaf, Ref) and traced.steps[leaf.index].tick >= span.begin
+        ]
         for position, index in enumerate(made):
             if span.path and span.begin < traced.steps[index].tick:
                 # Outer calls come first in the walk; the innermost module is the one that made the value.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterator, Sequence
+from types import FunctionType
+
+import torch
+from torch import nn
 
 from ..errors import SplitError
 from ..pipe_ir.traced import Span, Step, TracedModel
@@ -20,9 +24,7 @@ def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = 
     """
     bounds = [traced.root.begin, *cuts, traced.root.end + 1]
     partitioner = _Partitioner(traced, keep_modules)
-    return tuple(
-        partitioner.piece(traced.root, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)
-    )
+    return tuple(partitioner.piece(traced.root, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
 
 
 class _Partitioner:
@@ -32,6 +34,7 @@ class _Partitioner:
         self.ticks = [step.tick for step in traced.steps if step.tick >= 0]
         self.timed = [step for step in traced.steps if step.tick >= 0]
         self.last_use = _last_uses(traced)
+        self.reaching: dict[str, bool] = {}
         self.buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
@@ -39,7 +42,8 @@ class _Partitioner:
         }
 
     def piece(self, span: Span, begin: int, end: int) -> Piece:
-        return Piece(span.path, span.nth_call, span.context, _without_dead(tuple(self._items(span, begin, end)), self.last_use))
+        items = tuple(item for item in self._items(span, begin, end) if not self._is_dead(item))
+        return Piece(span.path, span.nth_call, span.context, items)
 
     def _items(self, span: Span, begin: int, end: int) -> Iterator[Item]:
         """The part of a span between two ticks."""
@@ -49,7 +53,9 @@ class _Partitioner:
             if child.end < begin or child.begin >= end:
                 continue
             yield from self._operations(position, child.begin)
-            yield self._child(child, begin, end)
+            item = self._child(child, begin, end)
+            if not isinstance(item, Piece) or item.items:
+                yield item
             position = child.end
         yield from self._operations(position, end)
         if span.end <= end:
@@ -80,9 +86,22 @@ class _Partitioner:
 
     def _runs_alone(self, span: Span) -> bool:
         """Whether calling the module's own code gives what was traced: all comes in and goes out by its interface."""
+        if self._reaches_beyond(span.path):
+            return False
         if not span.args.is_plain or any(step.kind == "mark" for step in self._steps(span.begin, span.end)):
             return False
         return not self._hidden_inputs(span) and not self._hidden_outputs(span)
+
+    def _reaches_beyond(self, path: str) -> bool:
+        """Whether a module keeps a function that holds on to modules or tensors: its copy would use the originals."""
+        if path not in self.reaching:
+            module = self.traced.model.get_submodule(path)
+            self.reaching[path] = any(
+                isinstance(value, FunctionType) and _holds_state(value)
+                for part in module.modules()
+                for value in vars(part).values()
+            )
+        return self.reaching[path]
 
     def _hidden_inputs(self, span: Span) -> list[str]:
         arguments = set(span.args.refs)
@@ -113,6 +132,14 @@ class _Partitioner:
         names = (*self.traced.state_names.get(index, ()), self.buffer_values.get(index, ""))
         return any(name.startswith(f"{path}.") for name in names)
 
+    def _is_dead(self, item: Item) -> bool:
+        """Whether an item is an operation whose result nobody uses and that does nothing else."""
+        if not isinstance(item, Operation) or item.step.index in self.last_use or item.step.writes:
+            return False
+        tags = getattr(item.step.target, "tags", None)
+        # An unused random number still moves the generator on. What is not a torch operator may do anything.
+        return tags is not None and not any(tag.name == "nondeterministic_seeded" for tag in tags)
+
     def _check_function(self, span: Span) -> None:
         hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
         hidden += self._hidden_inputs(span) + self._hidden_outputs(span)
@@ -139,16 +166,6 @@ def _last_uses(traced: TracedModel) -> dict[int, int]:
     return last
 
 
-def _without_dead(items: tuple[Item, ...], last_use: dict[int, int]) -> tuple[Item, ...]:
-    """Leave out operations whose results nobody uses and that do nothing else."""
-    return tuple(item for item in items if not (isinstance(item, Operation) and _is_dead(item.step, last_use)))
-
-
-def _is_dead(step: Step, last_use: dict[int, int]) -> bool:
-    if step.index in last_use or step.writes:
-        return False
-    tags = getattr(step.target, "tags", None)
-    # An unused random number still moves the generator on. What is not a torch operator may do anything.
-    return tags is not None and not any(tag.name == "nondeterministic_seeded" for tag in tags)
-
-
+def _holds_state(function: FunctionType) -> bool:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return any(isinstance(content, nn.Module | torch.Tensor) for content in cells)

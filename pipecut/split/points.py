@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.fx import GraphModule
 
 from ..errors import PipeWarning, SplitError, did_you_mean
+from ..pipe_ir.marker import is_mark
 from ..pipe_ir.traced import Context, Span, Step, TracedModel
 
 
@@ -55,10 +57,14 @@ def check_split_spec(model: nn.Module, split_spec: object) -> None:
             faults.append(f"split_spec[{path!r}] is {point!r}; it must be SplitPoint.BEGINNING or SplitPoint.END")
         plain, _, nth = path.partition("#")
         if plain == "" or plain not in paths:
-            faults.append(f"split_spec names {plain!r}, which is not a module of {type(model).__name__}."
-                          + did_you_mean(plain, paths - {""}))
+            faults.append(
+                f"split_spec names {plain!r}, which is not a module of {type(model).__name__}."
+                + did_you_mean(plain, paths - {""})
+            )
         elif "#" in path and not nth.isdigit():
-            faults.append(f"split_spec names {path!r}; after # comes the number of the call: {plain}#1 is the second call")
+            faults.append(
+                f"split_spec names {path!r}; after # comes the number of the call: {plain}#1 is the second call"
+            )
     if faults:
         raise SplitError("\n".join(faults))
 
@@ -80,16 +86,20 @@ def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> S
         tick = span.begin if point is SplitPoint.BEGINNING else span.end + 1
         side = "before" if point is SplitPoint.BEGINNING else "after"
         cuts.append(Cut(tick, f"the cut {side} {path!r}", span.context, span.path))
-    return _checked(traced, cuts)
+    return checked_plan(traced, cuts)
 
 
 def _never_called(model: nn.Module, path: str, number: int, calls: int) -> str:
     if calls:
-        return (f"split_spec names call #{number} of {path!r}, which is called {calls} "
-                f"time{'s' if calls > 1 else ''} (#0 to #{calls - 1})")
-    called = "a container is never called itself: name one of its members" if isinstance(
-        model.get_submodule(path), nn.ModuleList | nn.ModuleDict) else (
-        "a module runs when it is called: name one that is, or call it as module(x), not module.forward(x)")
+        return (
+            f"split_spec names call #{number} of {path!r}, which is called {calls} "
+            f"time{'s' if calls > 1 else ''} (#0 to #{calls - 1})"
+        )
+    called = (
+        "a container is never called itself: name one of its members"
+        if isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict)
+        else ("a module runs when it is called: name one that is, or call it as module(x), not module.forward(x)")
+    )
     return f"split_spec names {path!r}, which the model does not call with these example inputs; {called}"
 
 
@@ -102,29 +112,30 @@ def cuts_by_marks(traced: TracedModel) -> SplitPlan:
         if kept and not _has_work(traced, kept[-1].tick, mark.tick):
             warnings.warn(
                 f"two pipe_split() marks have nothing between them and count as one: "
-                f"{_place(kept[-1])} and {_place(mark)}", PipeWarning, stacklevel=4)
+                f"{_place(kept[-1])} and {_place(mark)}",
+                PipeWarning,
+                stacklevel=4,
+            )
             continue
         kept.append(mark)
-    path_of = {mark.index: _innermost(traced.root, mark.tick).path for mark in kept}
-    return _checked(traced, [
-        Cut(mark.tick, f"pipe_split() at {_place(mark)}", mark.context, path_of[mark.index]) for mark in kept
-    ])
+    path_of = {mark.index: calls_around(traced.root, mark.tick)[-1].path for mark in kept}
+    return checked_plan(
+        traced, [Cut(mark.tick, f"pipe_split() at {_place(mark)}", mark.context, path_of[mark.index]) for mark in kept]
+    )
 
 
 def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
-    from torch.fx import GraphModule
-
-    from ..pipe_ir.marker import is_mark
-
     for step in traced.steps:
         if isinstance(step.constant, GraphModule):
             graphs = [module.graph for module in step.constant.modules() if isinstance(module, GraphModule)]
             if any(is_mark(node.target) for graph in graphs for node in graph.nodes):
-                raise SplitError("pipe_split() stands inside a function passed to torch.cond or another higher-order "
-                                 "operator, which cannot be cut; move the mark before or after it")
+                raise SplitError(
+                    "pipe_split() stands inside a function passed to torch.cond or another higher-order "
+                    "operator, which cannot be cut; move the mark before or after it"
+                )
 
 
-def _checked(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
+def checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
     """Cuts in order, none inside a region, none with an empty stage beside it."""
     ordered = sorted(cuts, key=lambda cut: cut.tick)
     for cut in ordered:
@@ -138,16 +149,20 @@ def check_outside_regions(traced: TracedModel, cut: Cut) -> None:
     reason = region_at(traced, cut)
     if reason:
         where = f"'{cut.path}'" if cut.path else "the model's forward"
-        raise SplitError(f"{cut.label} is inside {reason} (in {where}), which must stay whole; "
-                         "move the cut before or after it")
+        raise SplitError(
+            f"{cut.label} is inside {reason} (in {where}), which must stay whole; move the cut before or after it"
+        )
 
 
 def region_at(traced: TracedModel, cut: Cut) -> str | None:
     """What must stay whole around a cut, in words; None when there is nothing."""
     for span in traced.root.walk():
         if span.kind != "call" and span.begin < cut.tick <= span.end:
-            return ("a part under torch.utils.checkpoint" if span.kind == "checkpoint"
-                    else f"the autograd function {span.options['function'].__name__}")
+            return (
+                "a part under torch.utils.checkpoint"
+                if span.kind == "checkpoint"
+                else f"the autograd function {span.options['function'].__name__}"
+            )
     if not cut.context.grad:
         return "a torch.no_grad() block"
     if cut.context.autocast:
@@ -160,19 +175,25 @@ def _check_no_empty_stage(traced: TracedModel, cuts: Sequence[Cut]) -> None:
     labels = ["the beginning of the model", *(cut.label for cut in cuts), "the end of the model"]
     for stage in range(len(bounds) - 1):
         if not _has_work(traced, bounds[stage], bounds[stage + 1]):
-            raise SplitError(f"stage {stage} would be empty: there is nothing to run between {labels[stage]} and "
-                             f"{labels[stage + 1]}; remove one of the two")
+            raise SplitError(
+                f"stage {stage} would be empty: there is nothing to run between {labels[stage]} and "
+                f"{labels[stage + 1]}; remove one of the two"
+            )
 
 
 def _has_work(traced: TracedModel, begin: int, end: int) -> bool:
     return any(step.kind == "op" for step in traced.steps_within(begin, end))
 
 
-def _innermost(span: Span, tick: int) -> Span:
-    for child in span.children:
-        if child.kind == "call" and child.begin < tick <= child.end:
-            return _innermost(child, tick)
-    return span
+def calls_around(root: Span, tick: int) -> list[Span]:
+    """The module calls that are going on at a tick, the innermost last."""
+    around = [root]
+    inner: Span | None = root
+    while inner is not None:
+        inner = next((child for child in inner.children if child.begin < tick <= child.end), None)
+        if inner is not None and inner.kind == "call":
+            around.append(inner)
+    return around
 
 
 def _place(mark: Step) -> str:

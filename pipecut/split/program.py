@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
 from ..pipe_ir.traced import HERE, Context, Ref, Size, Span, Step, Template
 
 # A value that travels by name through generated code: what a step made, a symbolic dim, or the device (HERE).
-Key = int | sympy.Symbol | Any
+Key: TypeAlias = int | sympy.Symbol | Any
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ def _all_names(model: nn.Module) -> list[str]:
     """The names of parameters and saved buffers, ties included, neighbours next to each other."""
     names = []
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [*module._parameters, *(name for name in module._buffers if name not in module._non_persistent_buffers_set)]
+        own = [
+            *module._parameters,
+            *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
+        ]
         tensors = {**module._parameters, **module._buffers}
         names += [f"{path}.{name}".lstrip(".") for name in own if tensors[name] is not None]
     return names
@@ -92,8 +95,10 @@ def _all_names(model: nn.Module) -> list[str]:
 
 def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
     whole = tuple(f"{path}." for path in holdings.whole)
-    everything = (*traced.model.named_parameters(remove_duplicate=False),
-                  *traced.model.named_buffers(remove_duplicate=False))
+    everything = (
+        *traced.model.named_parameters(remove_duplicate=False),
+        *traced.model.named_buffers(remove_duplicate=False),
+    )
     return {name for name, _ in everything if name in holdings.tensors or name.startswith(whole)}
 
 

@@ -73,6 +73,7 @@ def _install(
     if base.__call__ is not nn.Module.__call__:
         members["__call__"] = nn.Module.__call__  # what the class adds around a call is part of the generated code
     module.__class__ = type(base.__name__, (base,), members)
+    module.__dict__.pop("forward", None)  # an instance's own forward would hide the class's
     _drop_traced_hooks(module)
     for piece in pieces:
         for name, tensor in piece.constants.items():
@@ -114,5 +115,3 @@ def check_is_uncut(model: object) -> None:
         raise PipeError(
             f"this {type(model).__name__} is a stage of a model that is cut already; call pipeline() with the whole model"
         )
-
-

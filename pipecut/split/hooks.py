@@ -1,0 +1,50 @@
+"""The user's hooks on modules that are cut: their effect on tensors is traced, and what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import PipeWarning, SplitError
+from ..pipe_ir.trace import is_part_of_the_forward
+from ..pipe_ir.traced import TracedModel
+from .program import Piece, walk
+
+
+def generated_paths(programs: Sequence[Piece]) -> set[str]:
+    """The modules that run as generated code."""
+    pieces = {item.path for program in programs for item in walk(program.items) if isinstance(item, Piece)}
+    return {program.path for program in programs} | pieces
+
+
+def hooks_to_trace(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
+    """The paths of modules that are cut and have forward hooks: these hooks must run during the trace."""
+    hooked = {path for path in generated_paths(programs) if has_forward_hooks(traced.model.get_submodule(path))}
+    for path in sorted(hooked):
+        warnings.warn(
+            f"{path or type(traced.model).__name__!r} has a forward hook and is cut: what the hook does to tensors is "
+            "part of the cut model, and all else that it does has happened once, during the trace; put the hook on a "
+            "module that is not cut to have it run at every call",
+            PipeWarning,
+            stacklevel=4,
+        )
+    return hooked
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks of the user's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not is_part_of_the_forward(hook) for hook in hooks)
+
+
+def refuse_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> None:
+    """A backward hook sees the gradients of a whole module; of a module that is cut there are none."""
+    for path in sorted(generated_paths(programs)):
+        module = traced.model.get_submodule(path)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SplitError(
+                f"{path or type(traced.model).__name__!r} has a backward hook and is cut, so that no stage sees its "
+                "gradients; remove the hook, put it on a module inside, or cut elsewhere"
+            )

@@ -1,0 +1,194 @@
+"""train() and eval() for generated code: what a forward does in one mode, laid over what it does in the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PipeError, PipeWarning
+from ..pipe_ir.traced import Ref, Step, TracedModel
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall, walk
+
+_NUMBERS = (bool, int, float)
+PieceKey = tuple[int, str, int]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An argument with a value for training and one for evaluation."""
+
+    training: Any
+    evaluation: Any
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Generated code in the two modes.
+
+    `switches` are arguments that follow the mode, by step and the argument's name; `bound` are pieces, by stage,
+    path and number of the call, that fit one mode only.
+    """
+
+    switches: Mapping[int, Mapping[str, Switch]] = field(default_factory=dict)
+    bound: Mapping[PieceKey, bool] = field(default_factory=dict)
+
+    def arguments_of(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A step's arguments, with Switches where they follow the mode."""
+        mine = dict(self.switches.get(step.index, {}))
+        names = list(named_arguments(step))
+        args = tuple(mine.pop(name, value) for name, value in zip(names, step.args, strict=False))
+        return args, {**step.kwargs, **mine}
+
+
+def depends_on_mode(traced: TracedModel, programs: Sequence[Piece]) -> bool:
+    """Whether generated code stands in for a forward that looks at `self.training`."""
+    paths = {program.path for program in programs}
+    paths |= {item.path for program in programs for item in walk(program.items) if isinstance(item, Piece)}
+    return any(mentions_training(type(traced.model.get_submodule(path))) for path in paths)
+
+
+def mentions_training(cls: type) -> bool:
+    """Whether the code of a module class, apart from torch's own, reads an attribute called `training`."""
+    own = (base for base in cls.__mro__ if not base.__module__.startswith("torch.") and base is not object)
+    return any("training" in code.co_names for base in own for value in vars(base).values() for code in _codes(value))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    function = getattr(value, "__wrapped__", None) or getattr(value, "__func__", value)
+    code = value if isinstance(value, CodeType) else getattr(function, "__code__", None)
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes(constant)
+
+
+def compare_modes(
+    here: TracedModel, programs_here: Sequence[Piece], there: TracedModel, programs_there: Sequence[Piece]
+) -> Modes:
+    """Find what differs between a model traced in its own mode (here) and in the other one (there)."""
+    matcher = _Matcher(here, there)
+    if len(programs_here) != len(programs_there):
+        return Modes({}, {(stage, "", 0): here.training for stage in range(len(programs_here))})
+    for stage, (mine, theirs) in enumerate(zip(programs_here, programs_there, strict=True)):
+        matcher.match_piece(stage, mine, theirs)
+    if matcher.checkpoints_missing:
+        warnings.warn(
+            f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation mode; "
+            "call model.train() before pipeline() to keep the checkpoints",
+            PipeWarning,
+            stacklevel=4,
+        )
+    return Modes(matcher.switches, matcher.bound)
+
+
+class _Matcher:
+    def __init__(self, here: TracedModel, there: TracedModel) -> None:
+        self.here, self.there = here, there
+        self.same: dict[int, int] = {}
+        self.switches: dict[int, dict[str, Switch]] = {}
+        self.bound: dict[PieceKey, bool] = {}
+        self.checkpoints_missing = False
+        names = {name: index for index, names in there.state_names.items() for name in names}
+        for index, own_names in here.state_names.items():
+            self.same[index] = names.get(own_names[0], -1)
+        for mine, theirs in zip(here.inputs, there.inputs, strict=True):
+            if mine.step is not None and theirs.step is not None:
+                self.same[mine.step] = theirs.step
+
+    def match_piece(self, stage: int, mine: Piece, theirs: Piece) -> bool:
+        if mine.path == theirs.path and self._items(
+            stage, self._flat(mine.items, True), self._flat(theirs.items, False)
+        ):
+            return True
+        self.bound[stage, mine.path, mine.nth_call] = self.here.model.get_submodule(mine.path).training
+        return False
+
+    def _flat(self, items: Sequence[Item], mine: bool) -> list[Item]:
+        """Items with checkpointed ones in line: whether a part is checkpointed does not change its values."""
+        flat: list[Item] = []
+        for item in items:
+            if isinstance(item, Checkpointed):
+                self.checkpoints_missing |= not mine and not any(self.here.spans("checkpoint"))
+                flat += self._flat(item.body, mine)
+            else:
+                flat.append(item)
+        return flat
+
+    def _items(self, stage: int, mine: Sequence[Item], theirs: Sequence[Item]) -> bool:
+        if len(mine) != len(theirs):
+            return False
+        for own, other in zip(mine, theirs, strict=True):
+            if isinstance(own, Piece) and isinstance(other, Piece):
+                if not self.match_piece(stage, own, other):
+                    return False
+            elif not self._item(own, other):
+                return False
+        return True
+
+    def _item(self, mine: Item, theirs: Item) -> bool:
+        if isinstance(mine, Operation) and isinstance(theirs, Operation):
+            return self._operation(mine, theirs)
+        if isinstance(mine, BufferUpdate) and isinstance(theirs, BufferUpdate):
+            return (mine.path, mine.name, self.same.get(mine.value)) == (theirs.path, theirs.name, theirs.value)
+        if isinstance(mine, WholeCall | FunctionCall) and type(mine) is type(theirs):
+            return self._call(mine, theirs)
+        return False
+
+    def _call(self, mine: WholeCall | FunctionCall, theirs: WholeCall | FunctionCall) -> bool:
+        if mine.span.label != theirs.span.label or mine.span.options != theirs.span.options:
+            return False
+        pairs = (mine.span.args.leaves, theirs.span.args.leaves), (mine.span.result.leaves, theirs.span.result.leaves)
+        if any(len(own) != len(other) for own, other in pairs) or mine.context != theirs.context:
+            return False
+        for own, other in zip(*pairs[1], strict=True):
+            if isinstance(own, Ref) and isinstance(other, Ref):
+                self.same.setdefault(own.index, other.index)
+        return all(self._equal(own, other) for own, other in zip(*pairs[0], strict=True))
+
+    def _operation(self, mine: Operation, theirs: Operation) -> bool:
+        if mine.step.target != theirs.step.target or mine.context != theirs.context:
+            return False
+        self.same[mine.step.index] = theirs.step.index
+        own, other = named_arguments(mine.step), named_arguments(theirs.step)
+        for name, value in own.items():
+            if not self._equal(value, other[name]):
+                if not (isinstance(value, _NUMBERS) and isinstance(other[name], _NUMBERS)):
+                    return False
+                pair = (value, other[name]) if self.here.training else (other[name], value)
+                self.switches.setdefault(mine.step.index, {})[name] = Switch(*pair)
+        return True
+
+    def _equal(self, mine: Any, theirs: Any) -> bool:
+        if isinstance(mine, Ref) and isinstance(theirs, Ref):
+            kinds = self.here.steps[mine.index].kind, self.there.steps[theirs.index].kind
+            return kinds == ("constant", "constant") or self.same.get(mine.index) == theirs.index
+        if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+            return len(mine) == len(theirs) and all(map(self._equal, mine, theirs))
+        return type(mine) is type(theirs) and bool(mine == theirs)
+
+
+def named_arguments(step: Step) -> dict[str, Any]:
+    """The arguments of an operation by name, defaults included; by position where there is no schema."""
+    if not isinstance(step.target, torch._ops.OpOverload):
+        return {**{str(position): value for position, value in enumerate(step.args)}, **step.kwargs}
+    schema = step.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, step.args, strict=False)}
+    return {**{argument.name: argument.default_value for argument in schema}, **given, **step.kwargs}
+
+
+def require_mode(module: nn.Module, training: bool, path: str) -> None:
+    """Called by generated code that fits one mode only."""
+    if module.training is not training:
+        names = {True: "training", False: "evaluation"}
+        raise PipeError(
+            f"{type(module).__name__} ({path or 'the model itself'}) was cut in {names[training]} mode, and its forward "
+            f"does other operations in {names[module.training]} mode; for that mode call pipeline() again after "
+            f"model.{'train' if module.training else 'eval'}()"
+        )
