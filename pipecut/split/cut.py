@@ -11,7 +11,8 @@ from ..pipe_ir.pipe import Pipe, StageInfo
 from ..pipe_ir.traced import HERE, TracedModel
 from .cost import flops_between
 from .dataflow import Flow, StageFlow, flow
-from .emit import Emitter, Function, Paths
+from .emit import Emitter, Function
+from .expressions import Naming
 from .modes import Modes
 from .naming import name_values
 from .partition import partition
@@ -25,17 +26,17 @@ def cut_model(
     traced: TracedModel,
     plan: SplitPlan,
     *,
-    modes: Modes = Modes(),
-    keep_modules: bool = True,  # noqa: B008
+    modes: Modes | None = None,
+    keep_modules: bool = True,
 ) -> Pipe:
     """Cut a traced model into stages."""
     names = name_values(traced)
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
     flows = flow(traced, programs, names)
     holdings = assign_state(traced, programs)
-    paths = Paths(module_aliases(traced.model))
+    naming = Naming(traced, names, module_aliases(traced.model))
     functions = [
-        Emitter(traced, names, paths, modes, index).stage(
+        Emitter(naming, modes or Modes(), index).stage(
             program, stage.inputs, _prologue(program, stage, names), _returns(traced, flows, index)
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))

@@ -117,8 +117,8 @@ class _FlowFinder:
         if value in used_by_items(self.programs[writer].items):
             return
         raise SplitError(
-            f"{self._called(value)} is used in stage {target} after stage {writer} wrote to another view of it in place; "
-            "between stages the two are no longer the same memory. Cut elsewhere, or replace the in-place operation"
+            f"{self._called(value)} is used in stage {target} after stage {writer} wrote to another view of it in "
+            "place; between stages the two are no longer the same memory. Cut elsewhere, or replace the in-place operation"
         )
 
     def _check_aliases(self, stage: int, inputs: Sequence[int]) -> None:

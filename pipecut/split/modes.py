@@ -80,8 +80,8 @@ def compare_modes(
         matcher.match_piece(stage, mine, theirs)
     if matcher.checkpoints_missing:
         warnings.warn(
-            f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation mode; "
-            "call model.train() before pipeline() to keep the checkpoints",
+            f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation "
+            "mode; call model.train() before pipeline() to keep the checkpoints",
             PipeWarning,
             stacklevel=4,
         )
@@ -188,7 +188,7 @@ def require_mode(module: nn.Module, training: bool, path: str) -> None:
     if module.training is not training:
         names = {True: "training", False: "evaluation"}
         raise PipeError(
-            f"{type(module).__name__} ({path or 'the model itself'}) was cut in {names[training]} mode, and its forward "
-            f"does other operations in {names[module.training]} mode; for that mode call pipeline() again after "
+            f"{type(module).__name__} ({path or 'the model itself'}) was cut in {names[training]} mode, and its "
+            f"forward does other operations in {names[module.training]} mode; for that mode call pipeline() again after "
             f"model.{'train' if module.training else 'eval'}()"
         )

@@ -110,8 +110,8 @@ def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> Non
         holders = [index for index, names in enumerate(held) if name in names]
         if len(holders) > 1:
             raise SplitError(
-                f"buffer {name} is updated in forward and used by stages {holders}; each stage would keep a copy of its "
-                "own. Cut so that all its uses are in one stage"
+                f"buffer {name} is updated in forward and used by stages {holders}; each stage would keep a copy of "
+                "its own. Cut so that all its uses are in one stage"
             )
 
 

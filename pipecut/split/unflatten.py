@@ -33,7 +33,7 @@ def build_stage_module(model: nn.Module, index: int, holdings: Holdings, functio
             _prune(stage.get_submodule(path), module, kept.get(module, set()))
     by_path: dict[str, list[Function]] = {}
     for function in functions:
-        by_path.setdefault(function.path, []).append(function)
+        by_path.setdefault(function.piece.path, []).append(function)
     originals = dict(model.named_modules())
     for path, pieces in by_path.items():
         _install(stage, stage.get_submodule(path), originals[path], index, pieces, path in holdings.whole)
@@ -61,10 +61,17 @@ def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
 
 
 def _install(
-    stage: nn.Module, module: nn.Module, original: nn.Module, index: int, pieces: Sequence[Function], also_whole: bool
+    stage: nn.Module,
+    module: nn.Module,
+    original: nn.Module,
+    index: int,
+    functions: Sequence[Function],
+    also_whole: bool,
 ) -> None:
     """Give a module the generated forward of its pieces."""
-    forwards: dict[int | None, Callable[..., Any]] = {piece.nth_call: _compile(piece, index) for piece in pieces}
+    forwards: dict[int | None, Callable[..., Any]] = {
+        function.piece.nth_call: _compile(function, index) for function in functions
+    }
     if also_whole:
         forwards[None] = type(module).forward
     forward = _dispatching(forwards) if len(forwards) > 1 else next(iter(forwards.values()))
@@ -75,13 +82,13 @@ def _install(
     module.__class__ = type(base.__name__, (base,), members)
     module.__dict__.pop("forward", None)  # an instance's own forward would hide the class's
     _drop_traced_hooks(module)
-    for piece in pieces:
-        for name, tensor in piece.constants.items():
+    for function in functions:
+        for name, tensor in function.refers_to.constants.items():
             module.register_buffer(name, tensor, persistent=False)
-        if piece.elsewhere:
+        if function.refers_to.elsewhere:
             # Not registered: these modules have their place in the hierarchy already.
             known = module.__dict__.setdefault("_elsewhere", {})
-            known.update({path: stage.get_submodule(path) for path in piece.elsewhere})
+            known.update({path: stage.get_submodule(path) for path in function.refers_to.elsewhere})
 
 
 def _dispatching(forwards: dict[int | None, Callable[..., Any]]) -> Callable[..., Any]:
@@ -97,21 +104,20 @@ def _drop_traced_hooks(module: nn.Module) -> None:
         hooks.clear()
 
 
-def _compile(piece: Function, index: int) -> Callable[..., Any]:
+def _compile(function: Function, index: int) -> Callable[..., Any]:
     """The function of a source text, with the text where tracebacks and debuggers look for it."""
-    filename = f"<pipecut stage {index} {piece.path or 'root'} {next(_file_numbers)}>"
-    lines = piece.source.splitlines(keepends=True)
-    linecache.cache[filename] = (len(piece.source), None, lines, filename)
-    namespace: dict[str, Any] = dict(piece.globals)
-    known = set(namespace)
-    exec(compile(piece.source, filename, "exec"), namespace)
-    (function,) = (value for name, value in namespace.items() if name.startswith("forward") and name not in known)
-    return function  # type: ignore[no-any-return]
+    filename = f"<pipecut stage {index} {function.label or 'root'} {next(_file_numbers)}>"
+    linecache.cache[filename] = (len(function.source), None, function.source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = dict(function.refers_to.globals)
+    exec(compile(function.source, filename, "exec"), namespace)
+    forward: Callable[..., Any] = namespace["forward"]
+    return forward
 
 
 def check_is_uncut(model: object) -> None:
     """Refuse what pipeline() itself has made."""
     if isinstance(model, nn.Module) and any(hasattr(type(module), "_pipecut_stage") for module in model.modules()):
         raise PipeError(
-            f"this {type(model).__name__} is a stage of a model that is cut already; call pipeline() with the whole model"
+            f"this {type(model).__name__} is a stage of a model that is cut already; call pipeline() with "
+            "the model itself"
         )

@@ -1,0 +1,166 @@
+"""Values, modules and parameters as Python expressions, seen from the module whose forward is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.immutable_collections import immutable_list
+from torch.utils._sympy.printers import PythonPrinter
+
+from ..pipe_ir.structure import Structure
+from ..pipe_ir.traced import HERE, ModuleRef, Ref, Size, Step, Template, TracedModel
+from .modes import Switch
+from .program import Key
+from .state import state_name
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How things are called in one stage's code: values by name, modules by all their paths."""
+
+    traced: TracedModel
+    values: Mapping[int, str]
+    module_aliases: Mapping[str, tuple[str, ...]]
+
+    def name(self, key: Key) -> str:
+        """The variable that holds a value, a symbolic dim or the device."""
+        if key is HERE:
+            return "device"
+        return self.values[key] if isinstance(key, int) else str(key)
+
+    def order(self, key: Key) -> tuple[int, int, str]:
+        """Where a value comes among arguments: model inputs, other values, sizes."""
+        if isinstance(key, int):
+            return (int(self.traced.steps[key].kind != "input"), key, "")
+        return (2, 0, self.name(key))
+
+    def is_state(self, key: Key) -> bool:
+        """Whether a value is an attribute of some module, and not a variable."""
+        return isinstance(key, int) and self.traced.steps[key].kind in ("state", "constant")
+
+    def path_below(self, path: str, base: str) -> str:
+        """The path of a module that lies below `base`, if it has one there."""
+        aliases = self.module_aliases.get(path, (path,))
+        return next((alias for alias in aliases if is_below(alias, base)), path)
+
+
+def is_below(path: str, base: str) -> bool:
+    """Whether a module path is `base` or inside it."""
+    return base == "" or path == base or path.startswith(f"{base}.")
+
+
+@dataclass
+class Expressions:
+    """Writes expressions for the forward of the module at `base`, and collects what they refer to."""
+
+    naming: Naming
+    base: str
+    globals: dict[str, Any] = field(default_factory=lambda: {"torch": torch})
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+
+    def value(self, value: Any) -> str:
+        """The expression for an argument."""
+        for kind, write in _WRITERS.items():
+            if isinstance(value, kind):
+                return write(self, value)
+        return "device" if value is HERE else self._plain(value)
+
+    def reference(self, index: int) -> str:
+        """The expression for the value of a step."""
+        if not self.naming.is_state(index):
+            return self.naming.values[index]
+        step = self.naming.traced.steps[index]
+        if step.kind == "constant":
+            return self._constant(step)
+        owner, _, attribute = state_name(self.naming.traced, index, self.base).rpartition(".")
+        return f"{self.module(owner)}.{attribute}"
+
+    def module(self, path: str) -> str:
+        """The expression for a module."""
+        path = self.naming.path_below(path, self.base)
+        if not is_below(path, self.base):
+            self.elsewhere.add(path)
+            return f"self._elsewhere[{path!r}]"
+        relative = path[len(self.base) + 1 :] if self.base else path
+        parts = relative.split(".") if relative else []
+        return "self" + "".join(f".{part}" if part.isidentifier() else f"._modules[{part!r}]" for part in parts)
+
+    def shared(self, name: str, value: Any) -> str:
+        """A global of the generated code that stands for an object."""
+        base = re.sub(r"\W+", "_", name)
+        name, count = base, 1
+        while name in self.globals and self.globals[name] is not value:
+            name, count = f"{base}_{count}", count + 1
+        self.globals[name] = value
+        return name
+
+    def operator(self, target: Any) -> str:
+        """The expression for what a step calls."""
+        if isinstance(target, torch._ops.OpOverload):
+            return f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
+        return self.shared(getattr(target, "__name__", "function"), target)
+
+    def template(self, template: Template) -> str:
+        """The expression that builds a nested value."""
+        return self.structured(template.structure, iter(template.leaves))
+
+    def structured(self, structure: Structure, leaves: Iterator[Any]) -> str:
+        """The expression for a part of a nested value, taking its leaves from the iterator."""
+        if structure.rebuild is None:
+            return self.value(next(leaves))
+        children = [self.structured(child, leaves) for child in structure.children]
+        literal = _LITERALS.get(structure.kind)
+        if literal is not None:
+            return literal(structure, children)
+        return f"{self.shared(f'rebuild_{structure.kind}', structure.rebuild)}([{', '.join(children)}])"
+
+    def _constant(self, step: Step) -> str:
+        if not isinstance(step.constant, torch.Tensor):
+            return self.shared(step.name, step.constant)
+        name = f"_{step.name.lstrip('_')}"
+        self.constants[name] = step.constant
+        return f"self.{name}"
+
+    def _size(self, size: Size) -> str:
+        text: str = PythonPrinter().doprint(size.expr)
+        if "math." in text:
+            self.globals["math"] = math
+        return text if text.isidentifier() else f"({text})"
+
+    def _plain(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        return self.shared("value", value)
+
+    def _items(self, values: Any) -> str:
+        return "".join(f"{self.value(item)}, " for item in values)
+
+
+# The types of arguments that are not plain constants. Subclasses of list and tuple are shared as they are.
+_WRITERS: dict[type, Callable[[Expressions, Any], str]] = {
+    Ref: lambda to, value: to.reference(value.index),
+    Size: lambda to, value: to._size(value),
+    ModuleRef: lambda to, value: to.module(value.path),
+    Switch: lambda to, value: f"{to.value(value.training)} if self.training else {to.value(value.evaluation)}",
+    immutable_list: lambda to, value: f"[{to._items(value).removesuffix(', ')}]",
+    list: lambda to, value: f"[{to._items(value).removesuffix(', ')}]",
+    torch.Size: lambda to, value: f"torch.Size(({to._items(value)}))",
+    tuple: lambda to, value: f"({to._items(value)})",
+    slice: lambda to, value: f"slice({to._items((value.start, value.stop, value.step))})",
+}
+
+_LITERALS: dict[str, Callable[[Structure, list[str]], str]] = {
+    "tuple": lambda structure, children: f"({''.join(f'{child}, ' for child in children)})",
+    "list": lambda structure, children: f"[{', '.join(children)}]",
+    "dict": lambda structure, children: (
+        "{" + ", ".join(f"{step[1:-1]}: {child}" for step, child in zip(structure.steps, children, strict=True)) + "}"
+    ),
+}
