@@ -72,7 +72,7 @@ class PipeInfo:
     has_loss_and_backward: bool = False
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Pipe:
     """A model cut into stages. Call it to run the stages one after the other, in one autograd graph.
 

@@ -25,7 +25,7 @@ from .traced import ModuleRef, Opaque, SpanKind
 PLAIN_TYPES = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-    types.BuiltinFunctionType,
+    types.BuiltinFunctionType, torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ class Recorder:
             return self._see_tensor(leaf)
         if isinstance(leaf, nn.Module):
             return ModuleRef(self.paths[leaf]) if leaf in self.paths else Opaque(type(leaf).__name__)
-        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool | PLAIN_TYPES):
+        if isinstance(leaf, PLAIN_TYPES):
             return leaf
         if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
             return leaf

@@ -151,7 +151,7 @@ class TracedInput:
     constant: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedModel:
     """A traced run. Ticks order all steps, and the begin and end of all spans.
 

@@ -32,7 +32,7 @@ def cut_model(
     """Cut a traced model into stages."""
     names = name_values(traced)
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
-    flows = flow(traced, programs, names)
+    flows = flow(traced, plan.ticks, programs, names)
     holdings = assign_state(traced, programs)
     naming = Naming(traced, names, module_aliases(traced.model))
     functions = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,14 +33,17 @@ class Flow:
     edges: tuple[Edge, ...]
 
 
-def flow(traced: TracedModel, programs: Sequence[Piece], names: Mapping[int, str]) -> Flow:
+def flow(traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]) -> Flow:
     """Find each stage's inputs and outputs, and connect them."""
-    return _FlowFinder(traced, programs, names).find()
+    return _FlowFinder(traced, cuts, programs, names).find()
 
 
 class _FlowFinder:
-    def __init__(self, traced: TracedModel, programs: Sequence[Piece], names: Mapping[int, str]) -> None:
+    def __init__(
+        self, traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]
+    ) -> None:
         self.traced = traced
+        self.cuts = cuts
         self.programs = programs
         self.names = names
         self.last = len(programs) - 1
@@ -98,9 +102,9 @@ class _FlowFinder:
         if step.kind == "input" and source is None:
             if target == 0:
                 return None
-            return Edge(value, self.names[value], "root input", 0, target, _spec(step, self.traced))
+            return Edge(value, self.names[value], "root input", 0, target, _spec(step))
         assert source is not None
-        return Edge(value, self.names[value], "activation", source, target, _spec(step, self.traced))
+        return Edge(value, self.names[value], "activation", source, target, _spec(step))
 
     def _source(self, value: int, target: int) -> int | None:
         """The stage that has the value as the target must see it: its last writer before the target, or its maker."""
@@ -118,7 +122,8 @@ class _FlowFinder:
             return
         raise SplitError(
             f"{self._called(value)} is used in stage {target} after stage {writer} wrote to another view of it in "
-            "place; between stages the two are no longer the same memory. Cut elsewhere, or replace the in-place operation"
+            "place; between stages they are no longer the same memory. Cut elsewhere, or replace the in-place "
+            "operation"
         )
 
     def _check_aliases(self, stage: int, inputs: Sequence[int]) -> None:
@@ -148,24 +153,15 @@ class _FlowFinder:
 
     def _writers(self) -> dict[int | None, list[int]]:
         """The stages that write to each memory, in order."""
-        bounds = [self._begin(program) for program in self.programs]
         writers: dict[int | None, list[int]] = {}
         for step in self.traced.steps:
             for index in step.writes:
-                stage = max(0, sum(step.tick >= begin for begin in bounds) - 1)
+                stage = bisect.bisect_right(self.cuts, step.tick)
                 stages = writers.setdefault(self.traced.steps[index].storage, [])
                 if stage not in stages:
                     stages.append(stage)
         writers.pop(None, None)
         return writers
-
-    def _begin(self, program: Piece) -> int:
-        ticks = [
-            item.step.tick if isinstance(item, Operation) else item.span.begin
-            for item in walk(program.items)
-            if isinstance(item, Operation | WholeCall | FunctionCall)
-        ]
-        return min(ticks, default=0)
 
 
 def _made(item: object) -> frozenset[int]:
@@ -174,7 +170,7 @@ def _made(item: object) -> frozenset[int]:
     return item.makes if isinstance(item, WholeCall | FunctionCall) else frozenset()
 
 
-def _spec(step: Step, traced: TracedModel) -> TensorSpec:
+def _spec(step: Step) -> TensorSpec:
     if step.spec is None:
         raise SplitError(
             f"{step.name} is used in a later stage, and is a number that depends on the data, not a tensor"

@@ -189,6 +189,6 @@ def require_mode(module: nn.Module, training: bool, path: str) -> None:
         names = {True: "training", False: "evaluation"}
         raise PipeError(
             f"{type(module).__name__} ({path or 'the model itself'}) was cut in {names[training]} mode, and its "
-            f"forward does other operations in {names[module.training]} mode; for that mode call pipeline() again after "
-            f"model.{'train' if module.training else 'eval'}()"
+            f"forward does other operations in {names[module.training]} mode; for that mode call pipeline() again "
+            f"after model.{'train' if module.training else 'eval'}()"
         )

@@ -147,8 +147,8 @@ class _Partitioner:
             raise SplitError(
                 f"{span.options['function'].__name__}.apply() runs in the forward of "
                 f"'{span.path or type(self.traced.model).__name__}', which is cut, and depends on {hidden[0]} outside "
-                "its arguments and results, so that its backward cannot be kept; call it in a module of its own that is "
-                "not cut, or pass all it needs as tensors"
+                "its arguments and results, so that its backward cannot be kept; call it in a module of its own that "
+                "is not cut, or pass all it needs as tensors"
             )
 
 
