@@ -56,7 +56,7 @@ def _shared_values(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name in HOOK_DICTS:
             yield from (hook for hook in value.values() if not _belongs_to_a_module(hook))
-        elif name not in ("_parameters", "_buffers", "_modules"):
+        elif name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, bool | int | float | str):
             yield from (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 

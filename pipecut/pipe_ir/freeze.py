@@ -15,9 +15,8 @@ from .effects import WITHOUT_GRADIENT, Modes, operator_name, returned_argument, 
 from .inputs import Example
 from .marker import is_mark
 from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
-from .structure import flatten, map_leaves
 from .symbols import SYMBOLIC, Symbols
-from .traced import HERE, Context, Ref, Size, Span, Step, StepKind, Template, TracedInput, TracedModel
+from .traced import HERE, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
@@ -56,7 +55,7 @@ class _Freezer:
     def traced(self) -> TracedModel:
         self._walk_timeline()
         root = self._span(self.root)
-        output = self._template(self.run.output)
+        output = self.run.output.converted(self._leaf)
         steps = tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self.drafts)
         input_steps = [self.index[seen.node] for seen in self.run.inputs]
         return TracedModel(
@@ -98,7 +97,7 @@ class _Freezer:
             self.span_contexts[id(span)] = self.modes.context
         else:
             self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
-        for leaf in flatten(span.args if begins else span.result)[0]:
+        for leaf in (span.args if begins else span.result).leaves:
             # In hindsight only: autograd itself said whether these tensors carry a gradient.
             if isinstance(leaf, SeenTensor) and leaf.node in self.index:
                 self.drafts[self.index[leaf.node]].requires_grad = leaf.requires_grad
@@ -189,9 +188,6 @@ class _Freezer:
             return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
         return HERE if isinstance(value, torch.device) and value == self.device else value
 
-    def _template(self, value: Any) -> Template:
-        return Template.of(map_leaves(self._leaf, value))
-
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, SeenTensor):
             return Ref(self.index[leaf.node])
@@ -226,8 +222,8 @@ class _Freezer:
             nth_call=span.nth_call,
             begin=begin,
             end=end,
-            args=self._template(span.args),
-            result=self._template(span.result),
+            args=span.args.converted(self._leaf),
+            result=span.result.converted(self._leaf),
             context=self.span_contexts[id(span)],
             children=children,
             options=span.options,

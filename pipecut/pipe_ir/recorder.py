@@ -19,14 +19,17 @@ from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from .structure import Atom, map_leaves
-from .traced import ModuleRef, Opaque, SpanKind
+from .structure import LEAF, Atom
+from .traced import ModuleRef, Opaque, SpanKind, Template
 
 PLAIN_TYPES = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
     types.BuiltinFunctionType, torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
+
+
+NOTHING = Template(LEAF, (None,))
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,10 @@ class OpenSpan:
     path: str
     nth_call: int
     begin: int
-    args: Any
+    args: Template
     options: dict[str, Any] = field(default_factory=dict)
     end: int = -1
-    result: Any = None
+    result: Template = NOTHING
     children: list[OpenSpan] = field(default_factory=list)
     buffers_before: dict[str, Any] = field(default_factory=dict)
     assigned_buffers: dict[str, SeenTensor] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Recorder:
         self.root: OpenSpan | None = None
         self.inputs: list[SeenTensor] = []
         self.state: list[tuple[str, SeenTensor]] = []
-        self.output: Any = None
+        self.output: Template = NOTHING
         self.nodes: list[SeenNode] = []
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
@@ -109,9 +112,9 @@ class Recorder:
         self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root
 
-    def see(self, value: Any) -> Any:
+    def see(self, value: Any) -> Template:
         """A nested value with its tensors replaced by what the tracer knows of them."""
-        return map_leaves(self._see_leaf, value)
+        return Template.of(value, self._see_leaf)
 
     def _see_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

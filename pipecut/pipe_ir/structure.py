@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 
 Path = tuple[str, ...]
@@ -40,15 +41,36 @@ class Structure:
 LEAF = Structure("leaf")
 
 
-def _is_plain_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | Atom) and not _is_registered(value)
+_Opened = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
-def _is_registered(value: object) -> bool:
-    return not pytree.tree_is_leaf(value)
+def _open(value: Any) -> _Opened | None:
+    """The steps to a value's children, the children, and the way back; None for a leaf."""
+    opener = _OPENERS.get(type(value))
+    if opener is not None:
+        return opener(value)
+    if not pytree.tree_is_leaf(value):
+        return _open_registered(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Atom):
+        return _open_dataclass(value)
+    return None
 
 
-def _open_dataclass(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]:
+def _open_dict(value: dict[Any, Any]) -> _Opened:
+    keys = list(value)
+    return [f"[{key!r}]" for key in keys], list(value.values()), lambda made: dict(zip(keys, made, strict=True))
+
+
+# The common types, without the detour over the registry.
+_OPENERS: dict[type, Callable[[Any], _Opened | None]] = {
+    tuple: lambda value: ([f"[{index}]" for index in range(len(value))], list(value), tuple),
+    list: lambda value: ([f"[{index}]" for index in range(len(value))], value, list),
+    dict: _open_dict,
+    **dict.fromkeys((type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter), lambda value: None),
+}
+
+
+def _open_dataclass(value: Any) -> _Opened:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     cls = type(value)
 
@@ -62,7 +84,7 @@ def _open_dataclass(value: Any) -> tuple[list[str], list[Any], Callable[[list[An
     return [f".{name}" for name in names], [getattr(value, name) for name in names], rebuild
 
 
-def _open_registered(value: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]:
+def _open_registered(value: Any) -> _Opened:
     leaves_with_path, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     steps = [pytree.keystr(path) for path, _ in leaves_with_path]
     children = [leaf for _, leaf in leaves_with_path]
@@ -76,9 +98,10 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     >>> leaves, list(structure.paths())
     ([1, 2, None], [("['a']",), ("['b']", '[0]'), ("['b']", '[1]')])
     """
-    if value is None or not (_is_registered(value) or _is_plain_dataclass(value)):
+    opened = _open(value)
+    if opened is None:
         return [value], LEAF
-    steps, children, rebuild = _open_dataclass(value) if _is_plain_dataclass(value) else _open_registered(value)
+    steps, children, rebuild = opened
     leaves: list[Any] = []
     structures = []
     for child in children:
@@ -98,9 +121,3 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
         return part.rebuild([build(child) for child in part.children])
 
     return build(structure)
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nested value with each leaf replaced by `function(leaf)`."""
-    leaves, structure = flatten(value)
-    return unflatten(structure, [function(leaf) for leaf in leaves])

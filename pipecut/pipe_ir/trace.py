@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def trace(
     entry = _Entry(runner, example, recorder)
     tensors = _on_the_device_of(model, example.tensors)
     _export(entry, tensors)
-    if not flatten(recorder.output)[0]:
+    if not recorder.output.leaves:
         raise TraceError(f"{type(model).__name__} returned nothing for these example inputs")
     return freeze(model, example, recorder, model.training if training is None else training)
 
@@ -93,7 +94,14 @@ def _on_the_device_of(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tu
 def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
     dynamic = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in tensors)
     try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), entry._recorder.watch():
+        with (
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            entry._recorder.watch(),
+        ):
+            # What the forward assigns to itself, it assigns to a copy.
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
             torch.export.export(entry, tensors, dynamic_shapes={"tensors": dynamic}, strict=False)
     except Exception as error:
         raise TraceError(_explain(entry.model, error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .spec import TensorSpec
-from .structure import Atom, Structure, flatten, unflatten
+from .structure import Atom, Structure, flatten
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class Template:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, value: Any) -> Template:
+    def of(cls, value: Any, convert: Callable[[Any], Any]) -> Template:
+        """A nested value with each leaf converted."""
         leaves, structure = flatten(value)
-        return cls(structure, tuple(leaves))
+        return cls(structure, tuple(map(convert, leaves)))
 
-    def fill(self) -> Any:
-        """The nested value itself, with its Refs in place."""
-        return unflatten(self.structure, self.leaves)
+    def converted(self, convert: Callable[[Any], Any]) -> Template:
+        """The same with each leaf converted once more."""
+        return Template(self.structure, tuple(map(convert, self.leaves)))
 
     @property
     def refs(self) -> tuple[int, ...]:

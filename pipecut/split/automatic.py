@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..errors import SplitError
 from ..pipe_ir.traced import Span, TracedModel
 from .balance import cheapest_cuts, lightest_bottleneck
-from .cost import element_count, step_weight
-from .points import Cut, SplitPlan, region_at
+from .cost import Weights
+from .points import Cut, SplitPlan, region_at, whole_parts
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
 SLACK = 1.1
@@ -23,8 +23,9 @@ class _Candidate:
 
 def cuts_balanced(traced: TracedModel, num_stages: int) -> SplitPlan:
     """Cut into `num_stages` stages of about equal cost, between modules, and never inside a region."""
+    weigh = Weights(traced, traced.hints)
     everywhere = _candidates(traced)
-    weights, _ = _chunks(traced, everywhere)
+    weights, _ = _chunks(traced, weigh, everywhere)
     if num_stages > len(weights):
         raise SplitError(
             f"{num_stages} stages were asked for, and this model can be cut into {len(weights)} at the most: there are "
@@ -33,9 +34,9 @@ def cuts_balanced(traced: TracedModel, num_stages: int) -> SplitPlan:
     limit = int(lightest_bottleneck(weights, num_stages) * SLACK)
     for depth in sorted({candidate.depth for candidate in everywhere}):
         # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
-        weights, places = _chunks(traced, [candidate for candidate in everywhere if candidate.depth <= depth])
+        weights, places = _chunks(traced, weigh, [candidate for candidate in everywhere if candidate.depth <= depth])
         if num_stages <= len(weights) and lightest_bottleneck(weights, num_stages) <= limit:
-            live = _live_elements(traced, [place.cut.tick for place in places])
+            live = _live_elements(traced, weigh, [place.cut.tick for place in places])
             chosen = cheapest_cuts(weights, live, num_stages, limit)
             return SplitPlan(tuple(places[position - 1].cut for position in chosen))
     return SplitPlan(())
@@ -44,6 +45,7 @@ def cuts_balanced(traced: TracedModel, num_stages: int) -> SplitPlan:
 def _candidates(traced: TracedModel) -> list[_Candidate]:
     """The beginnings and ends of module calls that lie outside all regions, in order."""
     found: dict[int, _Candidate] = {}
+    parts = whole_parts(traced)
 
     def visit(span: Span, depth: int) -> None:
         for child in span.children:
@@ -51,7 +53,7 @@ def _candidates(traced: TracedModel) -> list[_Candidate]:
                 continue
             for tick, side in ((child.begin, "before"), (child.end + 1, "after")):
                 cut = Cut(tick, f"the cut {side} {child.label!r}", child.context, child.path)
-                if region_at(traced, cut) is None:
+                if region_at(parts, cut) is None:
                     found.setdefault(tick, _Candidate(cut, depth))
             visit(child, depth + 1)
 
@@ -59,13 +61,13 @@ def _candidates(traced: TracedModel) -> list[_Candidate]:
     return [found[tick] for tick in sorted(found)]
 
 
-def _chunks(traced: TracedModel, candidates: list[_Candidate]) -> tuple[list[int], list[_Candidate]]:
+def _chunks(traced: TracedModel, weigh: Weights, candidates: list[_Candidate]) -> tuple[list[int], list[_Candidate]]:
     """Weights of the runs of steps between candidates, and the candidate at each border of two runs with work."""
     ticks = [candidate.cut.tick for candidate in candidates]
     weights = [0] * (len(ticks) + 1)
     for step in traced.steps:
         if step.kind == "op" and traced.root.begin <= step.tick < traced.root.end:
-            weights[bisect.bisect_right(ticks, step.tick)] += max(1, step_weight(traced, step, traced.hints))
+            weights[bisect.bisect_right(ticks, step.tick)] += weigh.step(step)
     merged: list[int] = []
     places: list[_Candidate] = []
     best: _Candidate | None = None
@@ -81,7 +83,7 @@ def _chunks(traced: TracedModel, candidates: list[_Candidate]) -> tuple[list[int
     return merged, places
 
 
-def _live_elements(traced: TracedModel, ticks: list[int]) -> list[int]:
+def _live_elements(traced: TracedModel, weigh: Weights, ticks: list[int]) -> list[int]:
     """How many elements would have to cross a cut at each tick."""
     last_use: dict[int, int] = {}
     for step in traced.steps:
@@ -92,7 +94,7 @@ def _live_elements(traced: TracedModel, ticks: list[int]) -> list[int]:
     for index, last in last_use.items():
         step = traced.steps[index]
         if step.kind in ("op", "input"):
-            elements = element_count(step.spec, traced.hints)
+            elements = weigh.elements(step.spec)
             changes[bisect.bisect_right(ticks, step.tick)] += elements
             changes[bisect.bisect_right(ticks, last)] -= elements
     live, total = [], 0

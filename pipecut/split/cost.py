@@ -84,22 +84,29 @@ def flops_between(traced: TracedModel, begin: int, end: int) -> sympy.Expr:
     return sympy.Add(*(step_flops(traced, step) for step in traced.steps_within(begin, end)))
 
 
-def element_count(spec: TensorSpec | None, sizes: Mapping[str, int]) -> int:
-    """The elements of a tensor at the given sizes; dims that depend on data count as one."""
-    if spec is None:
-        return 0
-    return math.prod(number_at(dim, sizes) for dim in spec.shape)
+class Weights:
+    """What steps and tensors weigh at given sizes; sizes that depend on data count as one."""
 
+    def __init__(self, traced: TracedModel, sizes: Mapping[str, int]) -> None:
+        self._traced = traced
+        self._sizes = sizes
+        self._numbers: dict[sympy.Basic, int] = {}
 
-def number_at(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """A dim at the given sizes."""
-    if isinstance(dim, int):
-        return dim
-    return int(dim.subs({symbol: sizes.get(str(symbol), 1) for symbol in dim.free_symbols}))
+    def number(self, dim: Dim) -> int:
+        """A dim at the given sizes."""
+        if isinstance(dim, int):
+            return dim
+        if dim not in self._numbers:
+            known = {symbol: self._sizes.get(str(symbol), 1) for symbol in dim.free_symbols}
+            self._numbers[dim] = int(dim.subs(known))
+        return self._numbers[dim]
 
+    def elements(self, spec: TensorSpec | None) -> int:
+        """The elements of a tensor."""
+        return 0 if spec is None else math.prod(map(self.number, spec.shape))
 
-def step_weight(traced: TracedModel, step: Step, sizes: Mapping[str, int]) -> int:
-    """How much a step counts when stages are balanced: its FLOPs, and the elements that it writes."""
-    if step.kind != "op":
-        return 0
-    return number_at(step_flops(traced, step), sizes) + element_count(step.spec, sizes)
+    def step(self, step: Step) -> int:
+        """How much a step counts when stages are balanced: its FLOPs, and the elements that it writes."""
+        if step.kind != "op":
+            return 0
+        return max(1, self.number(step_flops(self._traced, step)) + self.elements(step.spec))

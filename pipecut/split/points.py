@@ -138,36 +138,39 @@ def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
 def checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
     """Cuts in order, none inside a region, none with an empty stage beside it."""
     ordered = sorted(cuts, key=lambda cut: cut.tick)
+    parts = whole_parts(traced)
     for cut in ordered:
-        check_outside_regions(traced, cut)
+        _check_outside_regions(parts, cut)
     _check_no_empty_stage(traced, ordered)
     return SplitPlan(tuple(ordered))
 
 
-def check_outside_regions(traced: TracedModel, cut: Cut) -> None:
-    """Refuse a cut inside a part that must run as a whole."""
-    reason = region_at(traced, cut)
-    if reason:
-        where = f"'{cut.path}'" if cut.path else "the model's forward"
-        raise SplitError(
-            f"{cut.label} is inside {reason} (in {where}), which must stay whole; move the cut before or after it"
-        )
+def whole_parts(traced: TracedModel) -> list[Span]:
+    """The parts of a trace that must not be cut."""
+    return [span for span in traced.spans() if span.kind != "call"]
 
 
-def region_at(traced: TracedModel, cut: Cut) -> str | None:
+def region_at(parts: Sequence[Span], cut: Cut) -> str | None:
     """What must stay whole around a cut, in words; None when there is nothing."""
-    for span in traced.root.walk():
-        if span.kind != "call" and span.begin < cut.tick <= span.end:
-            return (
-                "a part under torch.utils.checkpoint"
-                if span.kind == "checkpoint"
-                else f"the autograd function {span.options['function'].__name__}"
-            )
+    for span in parts:
+        if span.begin < cut.tick <= span.end:
+            if span.kind == "checkpoint":
+                return "a part under torch.utils.checkpoint"
+            return f"the autograd function {span.options['function'].__name__}"
     if not cut.context.grad:
         return "a torch.no_grad() block"
     if cut.context.autocast:
         return "a torch.autocast block"
     return "a torch.vmap call" if cut.context.vmap else None
+
+
+def _check_outside_regions(parts: Sequence[Span], cut: Cut) -> None:
+    reason = region_at(parts, cut)
+    if reason:
+        where = f"'{cut.path}'" if cut.path else "the model's forward"
+        raise SplitError(
+            f"{cut.label} is inside {reason} (in {where}), which must stay whole; move the cut before or after it"
+        )
 
 
 def _check_no_empty_stage(traced: TracedModel, cuts: Sequence[Cut]) -> None:

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..errors import SplitError
 from ..pipe_ir.marker import is_mark
 from ..pipe_ir.traced import HERE, Ref, Size, Step, TracedModel
-from .cost import number_at
+from .cost import Weights
 from .points import Cut, SplitPlan, calls_around, checked_plan
 
 SplitPolicy = Callable[[GraphModule], GraphModule]
@@ -56,6 +56,7 @@ def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node])
 def as_graph_module(traced: TracedModel) -> GraphModule:
     """The trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
     graph = Graph()
+    at = Weights(traced, traced.hints)
     attributes: dict[str, Any] = {}
     nodes: dict[int, Node] = {}
 
@@ -63,7 +64,7 @@ def as_graph_module(traced: TracedModel) -> GraphModule:
         if isinstance(value, Ref):
             return nodes[value.index]
         if isinstance(value, Size):
-            return number_at(value.expr, traced.hints)
+            return at.number(value.expr)
         if isinstance(value, tuple | list):
             return type(value)(argument(item) for item in value)
         return traced.device if value is HERE else value
@@ -80,7 +81,7 @@ def as_graph_module(traced: TracedModel) -> GraphModule:
     for step in sorted(traced.steps, key=lambda step: step.tick):
         node = nodes[step.index] = add(step)
         if step.spec is not None:
-            shape = [number_at(dim, traced.hints) for dim in step.spec.shape]
+            shape = list(map(at.number, step.spec.shape))
             node.meta["val"] = torch.empty(shape, dtype=step.spec.dtype, device="meta")
         if step.kind == "op":
             node.meta[_STEP] = step.index
