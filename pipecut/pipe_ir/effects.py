@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from .traced import Context
+from .traced import Autocast, Context
 
 # Operations that update running statistics although their schemas do not say so: positions of the arguments.
 SILENT_WRITES = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
@@ -64,6 +64,7 @@ class Modes:
 
     def __init__(self) -> None:
         self.context = Context()
+        self._autocasts = 0
 
     def follow(self, target: Any, args: Sequence[Any]) -> bool:
         """Take note of a node; whether it did nothing but change a mode."""
@@ -72,7 +73,9 @@ class Modes:
         if target is torch._C._set_grad_enabled:
             self.context = replace(context, grad=args[0])
         elif target is autocast_mode._enter_autocast:
-            self.context = replace(context, autocast=(*context.autocast, tuple(args)))
+            self._autocasts += 1
+            entered = Autocast(args[0], args[1], args[2], self._autocasts)
+            self.context = replace(context, autocast=(*context.autocast, entered))
         elif target is autocast_mode._exit_autocast:
             self.context = replace(context, autocast=context.autocast[:-1])
         elif name == "_vmap_increment_nesting":

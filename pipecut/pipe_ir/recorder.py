@@ -80,7 +80,8 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.paths = {module: path for path, module in model.named_modules()}
+        # Keyed by the modules' own dicts: the tracer hands out stand-ins that share them.
+        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self.root: OpenSpan | None = None
         self.inputs: list[SeenTensor] = []
         self.state: list[tuple[str, SeenTensor]] = []
@@ -88,13 +89,13 @@ class Recorder:
         self.nodes: list[SeenNode] = []
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
-        self._calls: dict[nn.Module, int] = {}
+        self._calls: dict[str, int] = {}
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Record everything that happens inside, and leave torch as it was."""
         with contextlib.ExitStack() as stack:
-            for module in self.paths:
+            for module in self.model.modules():
                 self._watch_module(module)
             stack.enter_context(_intercepted_functions(self._on_function))
             stack.enter_context(_intercepted_checkpoints(self._on_checkpoint))
@@ -120,7 +121,8 @@ class Recorder:
         if isinstance(leaf, torch.Tensor):
             return self._see_tensor(leaf)
         if isinstance(leaf, nn.Module):
-            return ModuleRef(self.paths[leaf]) if leaf in self.paths else Opaque(type(leaf).__name__)
+            path = self._paths.get(id(vars(leaf)))
+            return Opaque(type(leaf).__name__) if path is None else ModuleRef(path)
         if isinstance(leaf, PLAIN_TYPES):
             return leaf
         if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
@@ -177,9 +179,10 @@ class Recorder:
         module.__class__ = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nth_call = self._calls.get(module, 0)
-        self._calls[module] = nth_call + 1
-        span = self._begin("call", self.paths[module], nth_call, (args, kwargs))
+        path = self._paths[id(vars(module))]
+        nth_call = self._calls.get(path, 0)
+        self._calls[path] = nth_call + 1
+        span = self._begin("call", path, nth_call, (args, kwargs))
         span.buffers_before = dict(module._buffers)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

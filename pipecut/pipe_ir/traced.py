@@ -80,11 +80,24 @@ class Template:
 
 
 @dataclass(frozen=True)
+class Autocast:
+    """One `with torch.autocast(...)` block; `number` tells it from others like it.
+
+    Whether casts are cached is not kept: a trace always switches the cache off.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    number: int
+
+
+@dataclass(frozen=True)
 class Context:
-    """The modes that a step runs in: gradients on or off, autocast, vmap levels."""
+    """The modes that a step runs in: gradients on or off, the autocast blocks around it, vmap levels."""
 
     grad: bool = True
-    autocast: tuple[tuple[Any, ...], ...] = ()
+    autocast: tuple[Autocast, ...] = ()
     vmap: int = 0
 
 

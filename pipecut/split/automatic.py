@@ -9,7 +9,8 @@ from ..errors import SplitError
 from ..pipe_ir.traced import Span, TracedModel
 from .balance import cheapest_cuts, lightest_bottleneck
 from .cost import Weights
-from .points import Cut, SplitPlan, region_at, whole_parts
+from .points import Cut, SplitPlan
+from .regions import Regions
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
 SLACK = 1.1
@@ -45,17 +46,17 @@ def cuts_balanced(traced: TracedModel, num_stages: int) -> SplitPlan:
 def _candidates(traced: TracedModel) -> list[_Candidate]:
     """The beginnings and ends of module calls that lie outside all regions, in order."""
     found: dict[int, _Candidate] = {}
-    parts = whole_parts(traced)
+    regions = Regions(traced)
 
     def visit(span: Span, depth: int) -> None:
         for child in span.children:
-            if child.kind != "call":
-                continue
-            for tick, side in ((child.begin, "before"), (child.end + 1, "after")):
-                cut = Cut(tick, f"the cut {side} {child.label!r}", child.context, child.path)
-                if region_at(parts, cut) is None:
-                    found.setdefault(tick, _Candidate(cut, depth))
-            visit(child, depth + 1)
+            edges = ((child.begin, "before"), (child.end + 1, "after")) if child.kind == "call" else ()
+            for tick, side in edges:
+                settled, inside = regions.settle(tick)
+                if inside is None:
+                    cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
+                    found.setdefault(settled, _Candidate(cut, depth))
+            visit(child, depth + len(edges))
 
     visit(traced.root, 0)
     return [found[tick] for tick in sorted(found)]

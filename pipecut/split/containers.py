@@ -1,8 +1,9 @@
-"""ModuleList and Sequential of which a stage holds some members, under the indices that they have in the model."""
+"""Containers of which a stage holds some members, under the indices that they have in the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -10,43 +11,54 @@ from torch import nn
 class _Sparse:
     """Indexing by the index in the whole model; length and iteration over what is here."""
 
-    _modules: dict[str, nn.Module]
+    def _members(self) -> dict[str, Any]:
+        members: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        return members
 
-    def __getitem__(self, index: int | slice) -> nn.Module:
+    def __getitem__(self, index: int | slice) -> Any:
+        members = self._members()
         if isinstance(index, slice):
-            highest = max(map(int, self._modules), default=-1)
+            highest = max(map(int, members), default=-1)
             wanted = range(*index.indices(highest + 1))
-            return nn.ModuleList(self._modules[str(key)] for key in wanted if str(key) in self._modules)
-        if str(index) not in self._modules:
-            here = ", ".join(self._modules) or "none"
-            raise IndexError(f"member {index} is not in this stage; those here: {here}")
-        return self._modules[str(index)]
+            return [members[str(key)] for key in wanted if str(key) in members]
+        if str(index) not in members:
+            raise IndexError(f"member {index} is not in this stage; those here: {', '.join(members) or 'none'}")
+        return members[str(index)]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._members())
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._members().values())
 
     def __repr__(self) -> str:
         # ModuleList folds equal members under their positions, which are not their indices here.
         return nn.Module.__repr__(self)  # type: ignore[arg-type]
 
 
-class SparseModuleList(_Sparse, nn.ModuleList):  # type: ignore[misc]
+class SparseModuleList(_Sparse, nn.ModuleList):
     """A ModuleList with gaps."""
 
 
-class SparseSequential(_Sparse, nn.Sequential):  # type: ignore[misc]
+class SparseSequential(_Sparse, nn.Sequential):
     """A Sequential with gaps."""
 
 
-for _cls, _name in ((SparseModuleList, "ModuleList"), (SparseSequential, "Sequential")):
-    _cls.__name__ = _name  # in `print(stage)` they read as what they are in the model
+class SparseParameterList(_Sparse, nn.ParameterList):
+    """A ParameterList with gaps."""
+
+    def _members(self) -> dict[str, Any]:
+        return dict(self._parameters)
 
 
-def sparse_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a container needs once members are missing; any other module keeps its own."""
-    if type(module) is nn.ModuleList:
-        return SparseModuleList
-    return SparseSequential if type(module) is nn.Sequential else type(module)
+_SPARSE = {nn.ModuleList: SparseModuleList, nn.Sequential: SparseSequential, nn.ParameterList: SparseParameterList}
+
+for _whole, _sparse in _SPARSE.items():
+    _sparse.__name__ = _whole.__name__  # in `print(stage)` they read as what they are in the model
+
+
+def allow_gaps(module: nn.Module) -> None:
+    """Make a container work with some of its members gone; any other module is left as it is."""
+    module.__class__ = _SPARSE.get(type(module), type(module))
+    if isinstance(module, nn.ParameterDict):
+        module._keys = {key: None for key in module._keys if key in module._parameters}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.utils.checkpoint
@@ -105,24 +105,18 @@ class _Writer:
 
     def items(self, items: Sequence[Item], wanted: set[Key], base: Context | None = None) -> None:
         """Write items in order, each in the modes that it was traced in."""
-        base = base or self.piece.context
-        pairs = zip(items, _needed_after(items, wanted), strict=True)
-        for context, group in itertools.groupby(pairs, key=lambda pair: pair[0].context):
-            with self._inside(context, base):
+        pairs = list(zip(items, _needed_after(items, wanted), strict=True))
+        self._in_modes(pairs, base or self.piece.context)
+
+    def _in_modes(self, pairs: Iterable[tuple[Item, set[Key]]], base: Context) -> None:
+        """Write items into `with` blocks where their modes differ from those around."""
+        for context, group in itertools.groupby(pairs, key=lambda pair: _one_level_in(pair[0].context, base)):
+            if context == base:
                 for item, needed in group:
                     _WRITE[type(item)](self, item, needed)
-
-    @contextlib.contextmanager
-    def _inside(self, context: Context, base: Context) -> Iterator[None]:
-        """Write into a `with` block where the modes differ from those of the function."""
-        managers = [f"torch.set_grad_enabled({context.grad})"] if context.grad != base.grad else []
-        for device_type, dtype, enabled, cache in context.autocast[len(base.autocast) :]:
-            managers.append(f"torch.autocast({device_type!r}, {dtype}, {enabled}, {cache})")
-        if not managers:
-            yield
-            return
-        with self._block(f"with {', '.join(managers)}:"):
-            yield
+                continue
+            with self._block(f"with {_manager(context, base)}:"):
+                self._in_modes(group, context)
 
     @contextlib.contextmanager
     def _block(self, header: str) -> Iterator[None]:
@@ -213,6 +207,21 @@ _WRITE: dict[type, Callable[[_Writer, Any, set[Key]], None]] = {
     BufferUpdate: _Writer.buffer_update,
     Piece: _Writer.nested_piece,
 }
+
+
+def _one_level_in(context: Context, base: Context) -> Context:
+    """The modes one `with` block further in on the way from `base` to `context`."""
+    depth = len(base.autocast)
+    if len(context.autocast) > depth:
+        return replace(base, autocast=context.autocast[: depth + 1])
+    return replace(base, grad=context.grad)
+
+
+def _manager(context: Context, base: Context) -> str:
+    if context.grad != base.grad:
+        return f"torch.set_grad_enabled({context.grad})"
+    entered = context.autocast[-1]
+    return f"torch.autocast({entered.device_type!r}, {entered.dtype}, {entered.enabled})"
 
 
 def _needed_after(items: Sequence[Item], wanted: set[Key]) -> list[set[Key]]:

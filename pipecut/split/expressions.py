@@ -79,7 +79,8 @@ class Expressions:
         if step.kind == "constant":
             return self._constant(step)
         owner, _, attribute = state_name(self.naming.traced, index, self.base).rpartition(".")
-        return f"{self.module(owner)}.{attribute}"
+        module = self.module(owner)
+        return f"{module}.{attribute}" if attribute.isidentifier() else f"getattr({module}, {attribute!r})"
 
     def module(self, path: str) -> str:
         """The expression for a module."""

@@ -58,8 +58,10 @@ class _Partitioner:
                 yield item
             position = child.end
         yield from self._operations(position, end)
-        if span.end <= end:
-            for name, index in span.assigned_buffers.items():
+        for name, index in span.assigned_buffers.items():
+            made = max(self.traced.steps[index].tick, span.begin)
+            if begin <= made < end:
+                # At the end of the piece that makes the value: what comes before may still read the old one.
                 yield BufferUpdate(span.path, name, index, span.context)
 
     def _operations(self, begin: int, end: int) -> Iterator[Item]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import PipeWarning, SplitError, did_you_mean
 from ..pipe_ir.marker import is_mark
-from ..pipe_ir.traced import Context, Span, Step, TracedModel
+from ..pipe_ir.traced import Span, Step, TracedModel
+from .regions import Regions
 
 
 class SplitPoint(enum.Enum):
@@ -28,7 +29,6 @@ class Cut:
 
     tick: int
     label: str
-    context: Context
     path: str
 
 
@@ -85,7 +85,7 @@ def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> S
         span = made[number]
         tick = span.begin if point is SplitPoint.BEGINNING else span.end + 1
         side = "before" if point is SplitPoint.BEGINNING else "after"
-        cuts.append(Cut(tick, f"the cut {side} {path!r}", span.context, span.path))
+        cuts.append(Cut(tick, f"the cut {side} {path!r}", span.path))
     return checked_plan(traced, cuts)
 
 
@@ -120,7 +120,7 @@ def cuts_by_marks(traced: TracedModel) -> SplitPlan:
         kept.append(mark)
     path_of = {mark.index: calls_around(traced.root, mark.tick)[-1].path for mark in kept}
     return checked_plan(
-        traced, [Cut(mark.tick, f"pipe_split() at {_place(mark)}", mark.context, path_of[mark.index]) for mark in kept]
+        traced, [Cut(mark.tick, f"pipe_split() at {_place(mark)}", path_of[mark.index]) for mark in kept]
     )
 
 
@@ -137,40 +137,19 @@ def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
 
 def checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
     """Cuts in order, none inside a region, none with an empty stage beside it."""
-    ordered = sorted(cuts, key=lambda cut: cut.tick)
-    parts = whole_parts(traced)
-    for cut in ordered:
-        _check_outside_regions(parts, cut)
-    _check_no_empty_stage(traced, ordered)
-    return SplitPlan(tuple(ordered))
-
-
-def whole_parts(traced: TracedModel) -> list[Span]:
-    """The parts of a trace that must not be cut."""
-    return [span for span in traced.spans() if span.kind != "call"]
-
-
-def region_at(parts: Sequence[Span], cut: Cut) -> str | None:
-    """What must stay whole around a cut, in words; None when there is nothing."""
-    for span in parts:
-        if span.begin < cut.tick <= span.end:
-            if span.kind == "checkpoint":
-                return "a part under torch.utils.checkpoint"
-            return f"the autograd function {span.options['function'].__name__}"
-    if not cut.context.grad:
-        return "a torch.no_grad() block"
-    if cut.context.autocast:
-        return "a torch.autocast block"
-    return "a torch.vmap call" if cut.context.vmap else None
-
-
-def _check_outside_regions(parts: Sequence[Span], cut: Cut) -> None:
-    reason = region_at(parts, cut)
-    if reason:
-        where = f"'{cut.path}'" if cut.path else "the model's forward"
-        raise SplitError(
-            f"{cut.label} is inside {reason} (in {where}), which must stay whole; move the cut before or after it"
-        )
+    regions = Regions(traced)
+    settled = []
+    for cut in cuts:
+        tick, inside = regions.settle(cut.tick)
+        if inside:
+            where = f"'{cut.path}'" if cut.path else "the model's forward"
+            raise SplitError(
+                f"{cut.label} is inside {inside} (in {where}), which must stay whole; move the cut before or after it"
+            )
+        settled.append(replace(cut, tick=tick))
+    settled.sort(key=lambda cut: cut.tick)
+    _check_no_empty_stage(traced, settled)
+    return SplitPlan(tuple(settled))
 
 
 def _check_no_empty_stage(traced: TracedModel, cuts: Sequence[Cut]) -> None:

@@ -37,10 +37,8 @@ def _cut_at(traced: TracedModel, mark: Node) -> Cut:
     # Calls that end between the two steps are over at the mark; calls that begin there have not begun.
     over = [span.end for span in traced.spans("call") if span.begin <= begin < span.end < end]
     tick = max(over, default=begin) + 1
-    contexts = [step.context for step in (before, after) if step is not None]
-    context = traced.root.context if traced.root.context in contexts else contexts[0]
     label = f"the split_policy's mark {f'before {after.name}' if after else 'at the end'}"
-    return Cut(tick, label, context, calls_around(traced.root, tick)[-1].path)
+    return Cut(tick, label, calls_around(traced.root, tick)[-1].path)
 
 
 def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node]) -> Step | None:

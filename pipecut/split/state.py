@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import SplitError
 from ..pipe_ir.pipe import TiedParameter
 from ..pipe_ir.traced import ModuleRef, TracedModel
-from .program import Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def _used(traced: TracedModel, program: Piece, aliases: dict[str, tuple[str, ...
         if isinstance(item, WholeCall | FunctionCall | Checkpointed):
             references = (leaf.path for leaf in item.span.args.leaves if isinstance(leaf, ModuleRef))
             whole.update(alias for path in references for alias in aliases[path])
+        elif isinstance(item, BufferUpdate):
+            tensors.add(f"{item.path}.{item.name}".lstrip("."))
         if not isinstance(item, Piece):
             tensors.update(state_name(traced, key, base) for key in used_by(item) if key in traced.state_names)
         for inner in body_of(item):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PipeError
 from ..pipe_ir.clone import clone
-from .containers import sparse_class
+from .containers import allow_gaps
 from .emit import Function
 from .state import Holdings
 
@@ -56,8 +56,8 @@ def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
         for name in [name for name, tensor in tensors.items() if tensor is not None and name not in kept]:
             del tensors[name]
             module._non_persistent_buffers_set.discard(name)
-    if len(module._modules) < len(original._modules):
-        module.__class__ = sparse_class(original)
+    if len(module._modules) + len(module._parameters) < len(original._modules) + len(original._parameters):
+        allow_gaps(module)
 
 
 def _install(
