@@ -87,7 +87,7 @@ class _Request:
     def traced_with_its_hooks(self) -> tuple[TracedModel, SplitPlan]:
         """Trace and plan; once more if modules turn out to be cut whose hooks have to be part of the trace."""
         traced = trace(self.module, self.args, self.kwargs)
-        plan = self.plan(traced)
+        plan = self.plan(traced, warn=True)
         programs = partition(traced, plan.ticks)
         refuse_backward_hooks(traced, programs)
         self.live_hooks = hooks_to_trace(traced, programs)
@@ -96,7 +96,7 @@ class _Request:
             plan = self.plan(traced)
         return traced, plan
 
-    def plan(self, traced: TracedModel) -> SplitPlan:
+    def plan(self, traced: TracedModel, *, warn: bool = False) -> SplitPlan:
         """Where to cut."""
         has_marks = any(step.kind == "mark" for step in traced.steps)
         named = {"split_spec": self.split_spec, "split_policy": self.split_policy, "num_stages": self.num_stages}
@@ -110,7 +110,9 @@ class _Request:
             return cuts_by_spec(traced, self.split_spec)
         if self.split_policy is not None:
             return cuts_by_policy(traced, self.split_policy)
-        return cuts_by_marks(traced) if self.num_stages is None else cuts_balanced(traced, self.num_stages)
+        if self.num_stages is not None:
+            return cuts_balanced(traced, self.num_stages)
+        return cuts_by_marks(traced, warn=warn)
 
     def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:
         """How the generated code follows train() and eval(); a second trace where the forward looks at the mode."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .effects import WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
 from .inputs import Example
@@ -156,7 +156,12 @@ class _Freezer:
         if seen.op == "placeholder":
             return "input", seen.target, None
         if seen.op == "get_attr":
-            return "constant", seen.target, getattr(self.run.constants, str(seen.target))
+            constant = getattr(self.run.constants, str(seen.target))
+            return (
+                "constant",
+                seen.target,
+                _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant,
+            )
         return ("mark" if is_mark(seen.target) else "op"), seen.target, None
 
     def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
@@ -267,7 +272,19 @@ def _device(model: nn.Module, example: Example) -> torch.device:
 def _storage(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # inside torch.vmap tensors are views that have no memory to speak of
+        return None
+
+
+def _with_tuple_output(graph_module: GraphModule) -> GraphModule:
+    """A branch of torch.cond returns a tuple when it runs, also where it was traced returning a single tensor."""
+    output = graph_module.graph.output_node()
+    if not isinstance(output.args[0], tuple | list):
+        output.args = ((output.args[0],),)
+        graph_module.recompile()
+    return graph_module
 
 
 def _source(stack_trace: str) -> str:

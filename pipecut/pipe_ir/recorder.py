@@ -29,6 +29,9 @@ PLAIN_TYPES = (
 )  # fmt: skip
 
 
+# Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
+_OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
+
 NOTHING = Template(LEAF, (None,))
 
 
@@ -90,6 +93,7 @@ class Recorder:
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
         self._calls: dict[str, int] = {}
+        self._tracer: Any = None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -103,6 +107,9 @@ class Recorder:
 
     def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """The traced run begins: these are the model's inputs, and its parameters and buffers are in place."""
+        mode = get_proxy_mode()
+        assert mode is not None, "the recorder only runs inside a trace"
+        self._tracer = mode.tracer
         self.inputs = [self._see_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
@@ -134,12 +141,6 @@ class Recorder:
         if slot is None:
             return tensor  # a plain attribute of the model: the tracer meets it when an operation uses it
         return SeenTensor(slot.proxy.node, tensor.requires_grad)
-
-    @property
-    def _tracer(self) -> Any:
-        mode = get_proxy_mode()
-        assert mode is not None, "the recorder only runs inside a trace"
-        return mode.tracer
 
     @property
     def position(self) -> int:
@@ -178,7 +179,15 @@ class Recorder:
 
         module.__class__ = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
 
+    @property
+    def _listens(self) -> bool:
+        """Not in the branches of torch.cond and the like: these are traced into graphs of their own."""
+        mode = get_proxy_mode()
+        return mode is not None and mode.tracer is self._tracer
+
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._listens:
+            return
         path = self._paths[id(vars(module))]
         nth_call = self._calls.get(path, 0)
         self._calls[path] = nth_call + 1
@@ -186,6 +195,8 @@ class Recorder:
         span.buffers_before = dict(module._buffers)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._listens:
+            return
         span = self._stack[-1]
         self._end(span, output)
         for name, tensor in module._buffers.items():
@@ -195,7 +206,7 @@ class Recorder:
                     span.assigned_buffers[name] = seen
 
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._stack:
+        if not self._stack or not self._listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
             return run(*args, **kwargs)
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve_rng_state, *inputs = args
@@ -209,6 +220,9 @@ class Recorder:
         return output
 
     def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
+        if not self._listens:
+            yield
+            return
         span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
         yield
         self._end(span, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -49,10 +49,12 @@ class TensorSpec:
     def is_contiguous(self) -> bool:
         """Whether the tensor lies in memory in the order of its dims, without gaps."""
         expected: Dim = 1
+        if 0 in self.shape:
+            return True
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size == 1:
                 continue
-            if sympy.simplify(sympy.sympify(stride) - expected) != 0:
+            if sympy.expand(stride - expected) != 0:
                 return False
             expected = expected * size
         return True
@@ -63,12 +65,27 @@ class TensorSpec:
         step: Dim = 1
         for size in reversed(self.shape):
             stride.insert(0, step)
-            step = step * size
+            step = step * (max(size, 1) if isinstance(size, int) else size)
         return replace(self, stride=tuple(stride))
+
+    def permuted(self, order: Sequence[int]) -> TensorSpec:
+        """The spec of `tensor.permute(order)`."""
+        return replace(
+            self, shape=tuple(self.shape[dim] for dim in order), stride=tuple(self.stride[dim] for dim in order)
+        )
+
+    def memory_order(self, sizes: Sizes) -> tuple[int, ...] | None:
+        """The order of dims in which the tensor lies in memory without gaps; None where there is no such order."""
+        if not self.stride and self.shape:
+            return None
+        strides = [_concrete(stride, sizes) for stride in self.stride]
+        order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+        return order if self.permuted(order).is_contiguous else None
 
     def bind(self, sizes: Sizes) -> TensorSpec:
         """Concrete shapes: each symbolic dim gets its size by name."""
-        missing = sorted(str(symbol) for symbol in self.symbols if str(symbol) not in sizes)
+        symbols = {symbol for dim in (*self.shape, *self.stride) for symbol in sympy.sympify(dim).free_symbols}
+        missing = sorted(str(symbol) for symbol in symbols if str(symbol) not in sizes)
         if missing:
             known = ", ".join(sorted(sizes)) or "none"
             raise SpecError(f"cannot bind {self}: no size given for {', '.join(missing)} (given: {known})")
@@ -107,7 +124,7 @@ class TensorSpec:
 def _concrete(dim: Dim, sizes: Sizes) -> int:
     if isinstance(dim, int):
         return dim
-    return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols}))
+    return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols if str(symbol) in sizes}))
 
 
 def _dims(dims: tuple[Dim, ...]) -> str:

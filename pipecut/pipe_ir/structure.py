@@ -64,6 +64,7 @@ def _open_dict(value: dict[Any, Any]) -> _Opened:
 # The common types, without the detour over the registry.
 _OPENERS: dict[type, Callable[[Any], _Opened | None]] = {
     tuple: lambda value: ([f"[{index}]" for index in range(len(value))], list(value), tuple),
+    torch.Size: lambda value: ([f"[{index}]" for index in range(len(value))], list(value), torch.Size),
     list: lambda value: ([f"[{index}]" for index in range(len(value))], value, list),
     dict: _open_dict,
     **dict.fromkeys((type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter), lambda value: None),

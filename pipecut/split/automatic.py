@@ -56,7 +56,7 @@ def _candidates(traced: TracedModel) -> list[_Candidate]:
                 if inside is None:
                     cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
                     found.setdefault(settled, _Candidate(cut, depth))
-            visit(child, depth + len(edges))
+            visit(child, depth + (child.kind == "call"))
 
     visit(traced.root, 0)
     return [found[tick] for tick in sorted(found)]

@@ -10,7 +10,7 @@ import sympy
 from ..pipe_ir.pipe import Pipe, StageInfo
 from ..pipe_ir.traced import HERE, TracedModel
 from .cost import flops_between
-from .dataflow import Flow, StageFlow, flow
+from .dataflow import Flow, StageFlow, flow, wire_order
 from .emit import Emitter, Function
 from .expressions import Naming
 from .modes import Modes
@@ -37,7 +37,7 @@ def cut_model(
     naming = Naming(traced, names, module_aliases(traced.model))
     functions = [
         Emitter(naming, modes or Modes(), index).stage(
-            program, stage.inputs, _prologue(program, stage, names), _returns(traced, flows, index)
+            program, stage.inputs, _prologue(traced, program, stage, names), _returns(traced, flows, index)
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
     ]
@@ -59,12 +59,20 @@ def cut_model(
 
 
 def _returns(traced: TracedModel, flows: Flow, index: int) -> Any:
-    return traced.output if index == len(flows.stages) - 1 else flows.stages[index].outputs
+    if index == len(flows.stages) - 1:
+        return traced.output
+    return {value: wire_order(traced.steps[value], traced) for value in flows.stages[index].outputs}
 
 
-def _prologue(program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
+def _prologue(traced: TracedModel, program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
     """What a stage computes from its inputs before anything else."""
-    lines = [f"{symbol} = {names[value]}.shape[{dim}]" for symbol, (value, dim) in stage.sizes.items()]
+    lines = []
+    for value in stage.inputs:
+        order = wire_order(traced.steps[value], traced)
+        if order:
+            back = [order.index(dim) for dim in range(len(order))]
+            lines.append(f"{names[value]} = {names[value]}.permute({back})")
+    lines += [f"{symbol} = {names[value]}.shape[{dim}]" for symbol, (value, dim) in stage.sizes.items()]
     if HERE in used_by_items(program.items):
         source = names[stage.inputs[0]] if stage.inputs else "next(self.parameters())"
         lines.append(f"device = {source}.device")

@@ -102,9 +102,9 @@ class _FlowFinder:
         if step.kind == "input" and source is None:
             if target == 0:
                 return None
-            return Edge(value, self.names[value], "root input", 0, target, _spec(step))
+            return Edge(value, self.names[value], "root input", 0, target, _spec(step, self.traced))
         assert source is not None
-        return Edge(value, self.names[value], "activation", source, target, _spec(step))
+        return Edge(value, self.names[value], "activation", source, target, _spec(step, self.traced))
 
     def _source(self, value: int, target: int) -> int | None:
         """The stage that has the value as the target must see it: its last writer before the target, or its maker."""
@@ -170,10 +170,22 @@ def _made(item: object) -> frozenset[int]:
     return item.makes if isinstance(item, WholeCall | FunctionCall) else frozenset()
 
 
-def _spec(step: Step) -> TensorSpec:
+def _spec(step: Step, traced: TracedModel) -> TensorSpec:
     if step.spec is None:
         raise SplitError(
             f"{step.name} is used in a later stage, and is a number that depends on the data, not a tensor"
             f"{f' ({step.source})' if step.source else ''}; cut elsewhere, or keep it as a tensor"
         )
-    return step.spec.contiguous()
+    order = wire_order(step, traced)
+    return (step.spec.permuted(order) if order else step.spec).contiguous()
+
+
+def wire_order(step: Step, traced: TracedModel) -> tuple[int, ...] | None:
+    """The order of dims in which a value is sent; None for its own.
+
+    What is sent lies in memory in order. A transposed activation is sent as it lies, and turned back by the receiver:
+    a matrix product over another layout may round differently.
+    """
+    if step.kind == "input" or step.spec is None or step.spec.is_contiguous:
+        return None
+    return step.spec.memory_order(traced.hints)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.utils.checkpoint
 
 from ..errors import PipeError
@@ -43,6 +44,10 @@ class Function:
         return self.piece.path if self.piece.nth_call == 0 else f"{self.piece.path}#{self.piece.nth_call}"
 
 
+# The values that a stage sends, each with the order of dims in which it lies in memory, if not its own.
+Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
+
+
 class Emitter:
     """Emits the functions of one stage."""
 
@@ -54,7 +59,7 @@ class Emitter:
         self.shared_paths: frozenset[str] = frozenset()
 
     def stage(
-        self, program: Piece, inputs: Sequence[int], prologue: Sequence[str], returns: Sequence[int] | Template
+        self, program: Piece, inputs: Sequence[int], prologue: Sequence[str], returns: Sent | Template
     ) -> list[Function]:
         """The functions of a stage; the last one is the stage's own forward."""
         self.shared_paths = _paths_with_several_forwards(program)
@@ -66,7 +71,10 @@ class Emitter:
             writer.lines.append(f"return {writer.write.template(returns)}")
         elif returns:
             # What is sent must lie in memory in order, whatever the model made it from.
-            writer.lines.append(f"return {', '.join(f'{names[key]}.contiguous()' for key in returns)}")
+            turns = {value: f".permute({list(order)})" if order else "" for value, order in returns.items()}
+            writer.lines.append(
+                f"return {', '.join(f'{names[key]}{turn}.contiguous()' for key, turn in turns.items())}"
+            )
         self.functions.append(writer.finish([names[index] for index in inputs]))
         return self.functions
 
@@ -135,7 +143,10 @@ class _Writer:
         texts = [*map(self.write.value, args), *(f"{key}={self.write.value(value)}" for key, value in kwargs.items())]
         if getattr(step.target, "__name__", "") == "getitem":
             return f"{texts[0]}[{texts[1]}]"
-        return f"{self.write.operator(step.target)}({', '.join(texts)})"
+        call = f"{self.write.operator(step.target)}({', '.join(texts)})"
+        # The branches of higher-order operators return tuples, also of one tensor.
+        single = isinstance(step.target, torch._ops.HigherOrderOperator) and step.spec is not None
+        return f"{call}[0]" if single else call
 
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:
         which = ["None"] if item.span.path in self.emitter.shared_paths else []

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class Naming:
     traced: TracedModel
     values: Mapping[int, str]
     module_aliases: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """All names that are taken by values."""
+        return frozenset(self.values.values())
 
     def name(self, key: Key) -> str:
         """The variable that holds a value, a symbolic dim or the device."""
@@ -96,7 +102,7 @@ class Expressions:
         """A global of the generated code that stands for an object."""
         base = re.sub(r"\W+", "_", name)
         name, count = base, 1
-        while name in self.globals and self.globals[name] is not value:
+        while name in self.naming.variables or (name in self.globals and self.globals[name] is not value):
             name, count = f"{base}_{count}", count + 1
         self.globals[name] = value
         return name

@@ -9,8 +9,10 @@ from types import FunctionType
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from ..errors import SplitError
+from ..pipe_ir.effects import operator_name
 from ..pipe_ir.traced import Span, Step, TracedModel
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
 
@@ -67,6 +69,7 @@ class _Partitioner:
     def _operations(self, begin: int, end: int) -> Iterator[Item]:
         for step in self._steps(begin, end):
             if step.kind == "op":
+                self._check_branches(step)
                 yield Operation(step)
 
     def _child(self, child: Span, begin: int, end: int) -> Item:
@@ -141,6 +144,18 @@ class _Partitioner:
         tags = getattr(item.step.target, "tags", None)
         # An unused random number still moves the generator on. What is not a torch operator may do anything.
         return tags is not None and not any(tag.name == "nondeterministic_seeded" for tag in tags)
+
+    def _check_branches(self, step: Step) -> None:
+        """The branches of torch.cond and the like can be generated code only if they have no parameters inside."""
+        for graph_module in (self.traced.steps[index].constant for index in step.refs):
+            if isinstance(graph_module, GraphModule) and any(
+                node.op == "get_attr" for node in graph_module.graph.nodes
+            ):
+                raise SplitError(
+                    f"torch.{operator_name(step.target)} uses parameters or tensors of the model inside its functions, "
+                    f"in a forward that is cut ({step.source}); pass them as operands, or move the call into a module of "
+                    "its own that is not cut"
+                )
 
     def _check_function(self, span: Span) -> None:
         hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]

@@ -103,19 +103,20 @@ def _never_called(model: nn.Module, path: str, number: int, calls: int) -> str:
     return f"split_spec names {path!r}, which the model does not call with these example inputs; {called}"
 
 
-def cuts_by_marks(traced: TracedModel) -> SplitPlan:
+def cuts_by_marks(traced: TracedModel, *, warn: bool = True) -> SplitPlan:
     """The cuts at the model's own pipe_split() marks. Marks with nothing between them count as one."""
     marks = [step for step in traced.steps if step.kind == "mark"]
     _check_no_mark_in_subgraphs(traced)
     kept: list[Step] = []
     for mark in marks:
         if kept and not _has_work(traced, kept[-1].tick, mark.tick):
-            warnings.warn(
-                f"two pipe_split() marks have nothing between them and count as one: "
-                f"{_place(kept[-1])} and {_place(mark)}",
-                PipeWarning,
-                stacklevel=4,
-            )
+            if warn:
+                warnings.warn(
+                    "two pipe_split() marks have nothing between them and count as one: "
+                    f"{_place(kept[-1])} and {_place(mark)}",
+                    PipeWarning,
+                    stacklevel=5,
+                )
             continue
         kept.append(mark)
     path_of = {mark.index: calls_around(traced.root, mark.tick)[-1].path for mark in kept}

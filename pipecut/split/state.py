@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -35,6 +35,8 @@ def assign_state(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Holdin
     """Give each stage what it uses, and each name that nobody uses to the stage of its neighbours."""
     aliases = module_aliases(traced.model)
     used = [_used(traced, program, aliases) for program in programs]
+    returned = {state_name(traced, index, "") for index in traced.output.refs if index in traced.state_names}
+    used[-1] = replace(used[-1], tensors=used[-1].tensors | returned)
     held = [_names_held(traced, holdings) for holdings in used]
     _check_written_buffers(traced, held)
     extra: list[set[str]] = [set() for _ in programs]
@@ -46,8 +48,7 @@ def assign_state(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Holdin
         else:
             extra[stage].add(name)
     return tuple(
-        Holdings(holdings.whole, holdings.pieces, holdings.tensors | names)
-        for holdings, names in zip(used, extra, strict=True)
+        replace(holdings, tensors=holdings.tensors | names) for holdings, names in zip(used, extra, strict=True)
     )
 
 
@@ -136,5 +137,6 @@ def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
 
 def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
     """The parameters that no traced operation uses."""
-    used = {name for step in traced.steps for index in step.refs for name in traced.state_names.get(index, ())}
+    indices = {index for step in traced.steps for index in step.refs} | set(traced.output.refs)
+    used = {name for index in indices for name in traced.state_names.get(index, ())}
     return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)
