@@ -64,17 +64,18 @@ class Modes:
 
     def __init__(self) -> None:
         self.context = Context()
-        self._autocasts = 0
+        self._blocks = 0
 
     def follow(self, target: Any, args: Sequence[Any]) -> bool:
         """Take note of a node; whether it did nothing but change a mode."""
         name = getattr(target, "__name__", "")
         context = self.context
         if target is torch._C._set_grad_enabled:
-            self.context = replace(context, grad=args[0])
+            self._blocks += 1
+            self.context = replace(context, grad=args[0], no_grad_block=0 if args[0] else self._blocks)
         elif target is autocast_mode._enter_autocast:
-            self._autocasts += 1
-            entered = Autocast(args[0], args[1], args[2], self._autocasts)
+            self._blocks += 1
+            entered = Autocast(args[0], args[1], args[2], self._blocks)
             self.context = replace(context, autocast=(*context.autocast, entered))
         elif target is autocast_mode._exit_autocast:
             self.context = replace(context, autocast=context.autocast[:-1])

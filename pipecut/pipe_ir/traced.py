@@ -94,11 +94,20 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Context:
-    """The modes that a step runs in: gradients on or off, the autocast blocks around it, vmap levels."""
+    """The modes that a step runs in: gradients on or off, the autocast blocks around it, vmap levels.
+
+    `no_grad_block` tells blocks without gradients from each other; it is 0 where there are gradients.
+    """
 
     grad: bool = True
+    no_grad_block: int = 0
     autocast: tuple[Autocast, ...] = ()
     vmap: int = 0
+
+    def is_like(self, other: Context) -> bool:
+        """Whether the modes are the same, though the blocks may be others."""
+        casts = [[(cast.device_type, cast.dtype, cast.enabled) for cast in each.autocast] for each in (self, other)]
+        return (self.grad, self.vmap, casts[0]) == (other.grad, other.vmap, casts[1])
 
 
 StepKind = Literal["input", "state", "constant", "op", "mark"]

@@ -225,7 +225,7 @@ def _one_level_in(context: Context, base: Context) -> Context:
     depth = len(base.autocast)
     if len(context.autocast) > depth:
         return replace(base, autocast=context.autocast[: depth + 1])
-    return replace(base, grad=context.grad)
+    return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
 
 
 def _manager(context: Context, base: Context) -> str:

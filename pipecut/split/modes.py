@@ -145,7 +145,7 @@ class _Matcher:
         if mine.span.label != theirs.span.label or mine.span.options != theirs.span.options:
             return False
         pairs = (mine.span.args.leaves, theirs.span.args.leaves), (mine.span.result.leaves, theirs.span.result.leaves)
-        if any(len(own) != len(other) for own, other in pairs) or mine.context != theirs.context:
+        if any(len(own) != len(other) for own, other in pairs) or not mine.context.is_like(theirs.context):
             return False
         for own, other in zip(*pairs[1], strict=True):
             if isinstance(own, Ref) and isinstance(other, Ref):
@@ -153,7 +153,7 @@ class _Matcher:
         return all(self._equal(own, other) for own, other in zip(*pairs[0], strict=True))
 
     def _operation(self, mine: Operation, theirs: Operation) -> bool:
-        if mine.step.target != theirs.step.target or mine.context != theirs.context:
+        if mine.step.target != theirs.step.target or not mine.context.is_like(theirs.context):
             return False
         self.same[mine.step.index] = theirs.step.index
         own, other = named_arguments(mine.step), named_arguments(theirs.step)

@@ -147,14 +147,12 @@ class _Partitioner:
 
     def _check_branches(self, step: Step) -> None:
         """The branches of torch.cond and the like can be generated code only if they have no parameters inside."""
-        for graph_module in (self.traced.steps[index].constant for index in step.refs):
-            if isinstance(graph_module, GraphModule) and any(
-                node.op == "get_attr" for node in graph_module.graph.nodes
-            ):
+        for branch in (self.traced.steps[index].constant for index in step.refs):
+            if isinstance(branch, GraphModule) and any(node.op == "get_attr" for node in branch.graph.nodes):
                 raise SplitError(
                     f"torch.{operator_name(step.target)} uses parameters or tensors of the model inside its functions, "
-                    f"in a forward that is cut ({step.source}); pass them as operands, or move the call into a module of "
-                    "its own that is not cut"
+                    f"in a forward that is cut ({step.source}); pass them as operands, or move the call into a "
+                    "module of its own that is not cut"
                 )
 
     def _check_function(self, span: Span) -> None:

@@ -14,7 +14,6 @@ class Regions:
         self._spans = [span for span in traced.spans() if span.kind != "call"]
         self._operations = [step for step in traced.steps if step.kind == "op"]
         self._ticks = [step.tick for step in self._operations]
-        self._outside = traced.root.context
 
     def settle(self, tick: int) -> tuple[int, str | None]:
         """A tick moved to the edge of the regions that begin or end there, and what it is inside of, if anything."""
@@ -33,12 +32,11 @@ class Regions:
         return bisect.bisect_left(self._ticks, begin) < bisect.bisect_left(self._ticks, end)
 
     def _modes_at(self, tick: int) -> str | None:
-        """The modes that go on from the operation before a tick to the one after it."""
+        """The block that goes on from the operation before a tick to the one after it."""
         after = bisect.bisect_left(self._ticks, tick)
-        around = self._operations[max(after - 1, 0) : after + 1]
-        if len(around) < 2 or any(step.context == self._outside for step in around):
+        if not 0 < after < len(self._operations):
             return None
-        return _describe_modes(around[0].context)
+        return _common_block(self._operations[after - 1].context, self._operations[after].context)
 
 
 def _describe_span(span: Span) -> str:
@@ -47,7 +45,9 @@ def _describe_span(span: Span) -> str:
     return f"the autograd function {span.options['function'].__name__}"
 
 
-def _describe_modes(context: Context) -> str:
-    if context.vmap:
+def _common_block(before: Context, after: Context) -> str | None:
+    if before.vmap and after.vmap:
         return "a torch.vmap call"
-    return "a torch.autocast block" if context.autocast else "a torch.no_grad() block"
+    if set(before.autocast) & set(after.autocast):
+        return "a torch.autocast block"
+    return "a torch.no_grad() block" if before.no_grad_block and before.no_grad_block == after.no_grad_block else None
