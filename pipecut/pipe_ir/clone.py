@@ -44,8 +44,9 @@ def clone(model: nn.Module, absent: Collection[nn.Module] = ()) -> nn.Module:
     copied, memo = _deepcopy(model, kept, memo)
     for module in kept:
         children: dict[str, nn.Module | None] = memo[id(module)]._modules
-        for name in [name for name, child in module._modules.items() if child is not None and children[name] is None]:
-            del children[name]
+        for name, child in module._modules.items():
+            if child is not None and children.get(name) is None:
+                children.pop(name, None)
     return copied
 
 

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 from ..errors import PipeError
 from ..pipe_ir.traced import Context, Ref, Span, Step, Template
-from .expressions import Expressions, Naming
+from .expressions import Expressions, Naming, is_plain_name
 from .modes import Modes, require_mode
 from .program import (
     BufferUpdate,
@@ -201,7 +201,9 @@ class _Writer:
         self.lines.append(f"({targets}) = {call}" if gives else call)
 
     def buffer_update(self, item: BufferUpdate, needed: set[Key]) -> None:
-        self.lines.append(f"{self.write.module(item.path)}.{item.name} = {self.write.reference(item.value)}")
+        module, value = self.write.module(item.path), self.write.reference(item.value)
+        plain = is_plain_name(item.name)
+        self.lines.append(f"{module}.{item.name} = {value}" if plain else f"setattr({module}, {item.name!r}, {value})")
 
     def nested_piece(self, item: Piece, needed: set[Key]) -> None:
         takes, gives = self.emitter.piece(item, needed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -60,6 +61,11 @@ def is_below(path: str, base: str) -> bool:
     return base == "" or path == base or path.startswith(f"{base}.")
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `object.name` is Python."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 @dataclass
 class Expressions:
     """Writes expressions for the forward of the module at `base`, and collects what they refer to."""
@@ -86,7 +92,7 @@ class Expressions:
             return self._constant(step)
         owner, _, attribute = state_name(self.naming.traced, index, self.base).rpartition(".")
         module = self.module(owner)
-        return f"{module}.{attribute}" if attribute.isidentifier() else f"getattr({module}, {attribute!r})"
+        return f"{module}.{attribute}" if is_plain_name(attribute) else f"getattr({module}, {attribute!r})"
 
     def module(self, path: str) -> str:
         """The expression for a module."""
@@ -96,7 +102,7 @@ class Expressions:
             return f"self._elsewhere[{path!r}]"
         relative = path[len(self.base) + 1 :] if self.base else path
         parts = relative.split(".") if relative else []
-        return "self" + "".join(f".{part}" if part.isidentifier() else f"._modules[{part!r}]" for part in parts)
+        return "self" + "".join(f".{part}" if is_plain_name(part) else f"._modules[{part!r}]" for part in parts)
 
     def shared(self, name: str, value: Any) -> str:
         """A global of the generated code that stands for an object."""

@@ -114,7 +114,7 @@ def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> Non
         if len(holders) > 1:
             raise SplitError(
                 f"buffer {name} is updated in forward and used by stages {holders}; each stage would keep a copy of "
-                "its own. Cut so that all its uses are in one stage"
+                "its own (after train(), if not now). Cut so that all its uses are in one stage"
             )
 
 
