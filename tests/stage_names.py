@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from pipecut.pipe_ir.pipe import Pipe
 from tests.nested_values import assert_same
