@@ -14,6 +14,11 @@ from .traced import Autocast, Context
 # Operations that update running statistics although their schemas do not say so: positions of the arguments.
 SILENT_WRITES = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 
+# Operations that may hand back their first argument as it is (in evaluation mode), though a trace shows a new tensor.
+PASS_THROUGH = frozenset(
+    f"aten::{name}" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
+)
+
 # Results that never carry a gradient although an argument does.
 WITHOUT_GRADIENT = frozenset(
     f"aten::{name}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from .effects import WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .effects import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
 from .inputs import Example
 from .marker import is_mark
 from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
@@ -129,7 +129,7 @@ class _Freezer:
             args=args,
             kwargs=kwargs,
             spec=self.symbols.spec(seen.value, requires_grad) if isinstance(seen.value, torch.Tensor) else None,
-            storage=_storage(seen.value),
+            storage=self._storage(seen, target, refs),
             context=self.modes.context,
             source=_source(seen.stack_trace),
             refs=refs,
@@ -143,6 +143,11 @@ class _Freezer:
         same = returned_argument(target, args, kwargs)
         if isinstance(same, Ref):
             self._rewrite(seen.node, same.index, step, requires_grad)
+
+    def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
+        if operator_name(target) in PASS_THROUGH and refs:
+            return self.drafts[refs[0]].step.storage
+        return _storage(seen.value)
 
     def _rewrite(self, node: Node, index: int, writer: Step, requires_grad: bool) -> None:
         """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ..errors import SplitError
 from ..pipe_ir.effects import operator_name
 from ..pipe_ir.traced import Span, Step, TracedModel
-from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall, walk
 
 _ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
 
@@ -26,7 +26,7 @@ def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = 
     """
     bounds = [traced.root.begin, *cuts, traced.root.end + 1]
     partitioner = _Partitioner(traced, keep_modules)
-    return tuple(partitioner.piece(traced.root, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
+    return tuple(partitioner.stage(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
 
 
 class _Partitioner:
@@ -37,10 +37,32 @@ class _Partitioner:
         self.timed = [step for step in traced.steps if step.tick >= 0]
         self.last_use = _last_uses(traced)
         self.reaching: dict[str, bool] = {}
+        self.taken_apart: set[tuple[str, int]] = set()
         self.buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
             for name, index in span.assigned_buffers.items()
+        }
+
+    def stage(self, begin: int, end: int) -> Piece:
+        """The program of one stage."""
+        self.taken_apart = set()
+        while True:
+            program = self.piece(self.traced.root, begin, end)
+            broken = self._whole_around_pieces(program)
+            if not broken:
+                return program
+            self.taken_apart |= broken
+
+    def _whole_around_pieces(self, program: Piece) -> set[tuple[str, int]]:
+        """Calls that look whole, and call inside them a module that another call in this stage has in pieces."""
+        get = self.traced.model.get_submodule
+        pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)}
+        calls = (item.span for item in walk(program.items) if isinstance(item, WholeCall))
+        return {
+            (span.path, span.nth_call)
+            for span in calls
+            if any(module in pieces for module in get(span.path).modules() if module is not get(span.path))
         }
 
     def piece(self, span: Span, begin: int, end: int) -> Piece:
@@ -91,7 +113,7 @@ class _Partitioner:
 
     def _runs_alone(self, span: Span) -> bool:
         """Whether calling the module's own code gives what was traced: all comes in and goes out by its interface."""
-        if self._reaches_beyond(span.path):
+        if (span.path, span.nth_call) in self.taken_apart or self._reaches_beyond(span.path):
             return False
         if not span.args.is_plain or any(step.kind == "mark" for step in self._steps(span.begin, span.end)):
             return False
