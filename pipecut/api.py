@@ -13,8 +13,14 @@ from .pipe_ir.trace import trace
 from .pipe_ir.traced import TracedModel
 from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
 from .split.automatic import cuts_balanced
-from .split.hooks import hooks_to_trace, refuse_backward_hooks
-from .split.modes import Modes, compare_modes, depends_on_mode
+from .split.hooks import (
+    generated_paths,
+    hooks_to_trace,
+    refuse_backward_hooks,
+    refuse_forgotten,
+    warn_of_assigned_attributes,
+)
+from .split.modes import Modes, compare_modes
 from .split.partition import partition
 from .split.points import cuts_by_marks, cuts_by_spec
 from .split.policy import cuts_by_policy
@@ -94,6 +100,9 @@ class _Request:
         if self.live_hooks:
             traced = trace(self.module, self.args, self.kwargs, live_hooks=self.live_hooks)
             plan = self.plan(traced)
+        programs = partition(traced, plan.ticks)
+        refuse_forgotten(traced, programs)
+        warn_of_assigned_attributes(traced, programs)
         return traced, plan
 
     def plan(self, traced: TracedModel, *, warn: bool = False) -> SplitPlan:
@@ -117,7 +126,7 @@ class _Request:
     def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:
         """How the generated code follows train() and eval(); a second trace where the forward looks at the mode."""
         programs = partition(traced, plan.ticks)
-        if not depends_on_mode(traced, programs):
+        if not generated_paths(programs) & traced.mode_readers:
             return Modes()
         other = trace(self.module, self.args, self.kwargs, self.live_hooks, training=not self.module.training)
         return compare_modes(traced, programs, other, partition(other, self.plan(other).ticks))

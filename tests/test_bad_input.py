@@ -363,7 +363,7 @@ def test_a_module_that_returns_something_else_than_when_it_was_traced_says_so() 
             return self.b(both[0])  # type: ignore[no-any-return]
 
     pipe = pipeline(Outer(), (X,), split_spec={"b": SplitPoint.BEGINNING})
-    with pytest.raises(PipeError, match="'pair' returned a tuple of 2 when the model was traced, and now Tensor"):
+    with pytest.raises(PipeError, match="'pair' returned a tuple of 2 with a tensor at 0, 1 when the model was traced, and now a tensor"):
         pipe.eval()(X)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-
-from .structure import flatten
 
 # The dicts in which nn.Module keeps the user's callables.
 HOOK_DICTS = (
@@ -57,8 +57,6 @@ def _shared_values(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name in HOOK_DICTS:
             yield from (hook for hook in value.values() if not _belongs_to_a_module(hook))
-        elif name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, bool | int | float | str):
-            yield from (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
@@ -74,18 +72,30 @@ def _deepcopy(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) 
     """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
     attempt = dict(memo)
     try:
-        return copy.deepcopy(model, attempt), attempt
+        with _shared_tensors():
+            return copy.deepcopy(model, attempt), attempt
     except Exception:
         for module in modules:
             for name, value in vars(module).items():
                 if name not in ("_modules", "_parameters", "_buffers") and not _can_be_copied(value, memo):
                     memo[id(value)] = value
-        return copy.deepcopy(model, memo), memo
+        with _shared_tensors():
+            return copy.deepcopy(model, memo), memo
+
+
+@contextlib.contextmanager
+def _shared_tensors() -> Iterator[None]:
+    """Let deepcopy keep all tensors that it meets, also those of modules in plain lists and of other objects."""
+    with contextlib.ExitStack() as stack:
+        for cls in (torch.Tensor, nn.Parameter):
+            stack.enter_context(patch.object(cls, "__deepcopy__", lambda tensor, memo: tensor))
+        yield
 
 
 def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
     try:
-        copy.deepcopy(value, dict(memo))
+        with _shared_tensors():
+            copy.deepcopy(value, dict(memo))
     except Exception:
         return False
     return True

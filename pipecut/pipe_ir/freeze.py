@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .inputs import Example
 from .marker import is_mark
 from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
 from .symbols import SYMBOLIC, Symbols
-from .traced import HERE, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
+from .traced import HERE, Condition, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
@@ -43,6 +44,11 @@ class _Freezer:
         self.state: dict[Node, list[str]] = {}
         for name, seen in run.state:
             self.state.setdefault(seen.node, []).append(name)
+        self.reached: set[Node] = set()
+        self.model_tensors: dict[int, list[str]] = {}
+        for named in (model.named_parameters, model.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                self.model_tensors.setdefault(id(tensor), []).append(name)
         self.device = _device(model, example)
         self.drafts: list[_Draft] = []
         self.index: dict[Node, int] = {}
@@ -73,6 +79,11 @@ class _Freezer:
             device=self.device,
             model=self.model,
             training=self.training,
+            conditions=self._conditions(),
+            reached_state=frozenset(self.index[node] for node in self.reached),
+            mode_readers=frozenset(self.run.mode_readers),
+            assigned_attributes=self.run.assigned_attributes,
+            forgotten=self.run.forgotten,
         )
 
     def _walk_timeline(self) -> None:
@@ -162,11 +173,12 @@ class _Freezer:
             return "input", seen.target, None
         if seen.op == "get_attr":
             constant = getattr(self.run.constants, str(seen.target))
-            return (
-                "constant",
-                seen.target,
-                _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant,
-            )
+            if id(constant) in self.model_tensors:
+                self.state[seen.node] = self.model_tensors[id(constant)]
+                self.reached.add(seen.node)
+                return "state", self.state[seen.node][0], None
+            constant = _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant
+            return "constant", seen.target, constant
         return ("mark" if is_mark(seen.target) else "op"), seen.target, None
 
     def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
@@ -189,7 +201,7 @@ class _Freezer:
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node):
-            return self.numbers[value] if value in self.numbers else Ref(self.index[value])
+            return self.numbers[value] if value in self.numbers else self._ref(self.index[value])
         if isinstance(value, tuple | list):
             return type(value)(self._argument(item) for item in value)
         if isinstance(value, dict):
@@ -198,9 +210,14 @@ class _Freezer:
             return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
         return HERE if isinstance(value, torch.device) and value == self.device else value
 
+    def _ref(self, index: int) -> Ref:
+        step = self.drafts[index].step
+        outside = step.kind == "constant" and isinstance(step.constant, torch.Tensor)
+        return ConstantRef(index) if outside else Ref(index)
+
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, SeenTensor):
-            return Ref(self.index[leaf.node])
+            return self._ref(self.index[leaf.node])
         if isinstance(leaf, SYMBOLIC):
             number = self.symbols.number(leaf)
             return (
@@ -217,11 +234,11 @@ class _Freezer:
     def _constant(self, tensor: torch.Tensor) -> Ref:
         """A tensor that the model keeps as a plain attribute and passes on."""
         index = len(self.drafts)
-        spec = self.symbols.spec(tensor, False)
+        spec = self.symbols.spec(tensor, tensor.requires_grad)
         name = f"constant_{index}"
         step = Step(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
-        self.drafts.append(_Draft(step, False))
-        return Ref(index)
+        self.drafts.append(_Draft(step, tensor.requires_grad))
+        return ConstantRef(index)
 
     def _span(self, span: OpenSpan) -> Span:
         begin, end = self.span_ticks[id(span)]
@@ -239,6 +256,12 @@ class _Freezer:
             options=span.options,
             assigned_buffers={name: self.index[seen.node] for name, seen in span.assigned_buffers.items()},
         )
+
+    def _conditions(self) -> tuple[Condition, ...]:
+        """What the tracer had to assume of the sizes, where it depends on nothing else."""
+        guards = self.run.shape_env.guards if self.run.shape_env is not None else []
+        found = {str(guard.expr): (self.symbols.renamed(guard.expr), _user_line(guard)) for guard in guards}
+        return tuple(Condition(holds, source) for holds, source in found.values() if holds is not None)
 
     def _inputs(self, steps: list[int]) -> tuple[TracedInput, ...]:
         order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
@@ -270,7 +293,7 @@ def _identifier(path: str) -> str:
 def _device(model: nn.Module, example: Example) -> torch.device:
     state = (*model.parameters(), *model.buffers())
     if state and all(tensor.device.type == "meta" for tensor in state):
-        return torch.device("meta")
+        return torch.device("cpu")  # the device of the stand-ins that a model without memory is traced with
     return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))
 
 
@@ -295,7 +318,17 @@ def _with_tuple_output(graph_module: GraphModule) -> GraphModule:
 def _source(stack_trace: str) -> str:
     """The user's line, from the last frame of a stack trace."""
     lines = stack_trace.strip().splitlines()
-    return f"{lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
+    frames = [(place.strip(), code.strip()) for place, code in zip(lines, lines[1:], strict=False) if "File " in place]
+    own = [f"{place}: {code}" for place, code in frames if _PACKAGE not in place]
+    return own[-1] if own else ""
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def _user_line(guard: Any) -> str:
+    place = getattr(guard.sloc, "maybe_user_loc", None)
+    return str(place) if place else ""
 
 
 def _refs(value: Any) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
 from ..errors import InputError
 from .structure import Atom, Structure, flatten, unflatten
-from .traced import TracedInput, TracedModel
+from .traced import PLAIN_TYPES, Condition, TracedInput, TracedModel
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,17 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) 
         )
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
         raise InputError(f"mb_kwargs must be a dict with the names of arguments as keys, got {type(kwargs).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(f"{type(model).__name__} is a TorchScript module, which cannot be traced; pass the nn.Module")
     signature = inspect.signature(model.forward)
     leaves, call = flatten((args, dict(kwargs or {})))
     marked_args, marked_kwargs = unflatten(call, [_Nth(index) for index in range(len(leaves))])
     named, structure = flatten(_bind(signature, type(model).__name__, marked_args, marked_kwargs))
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise InputError(
+            f"there is no tensor among the example inputs of {type(model).__name__}.forward{signature}; "
+            "mb_args and mb_kwargs are the arguments of one call, such as mb_args=(x,)"
+        )
     named_leaves = tuple(
         (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, _Nth) else (_pretty(path), None, leaf)
         for path, leaf in zip(structure.paths(), named, strict=True)
@@ -88,9 +96,41 @@ def bind_inputs(traced: TracedModel, args: tuple[Any, ...], kwargs: Mapping[str,
     for entry in traced.inputs:
         if entry.path in given:
             faults += _leaf_faults(traced, entry, given[entry.path])
+    faults = faults or _size_faults(traced, given)
     if faults:
         raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
     return {entry.step: given[entry.path] for entry in traced.inputs if entry.step is not None}
+
+
+def _size_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
+    """Sizes that are one symbol in the trace, and differ in this call."""
+    faults = []
+    first: dict[sympy.Basic, tuple[str, int]] = {}
+    for entry in traced.inputs:
+        spec = None if entry.step is None else traced.steps[entry.step].spec
+        for dim, expected in enumerate(spec.shape if spec is not None else ()):
+            size, place = given[entry.path].shape[dim], f"{entry.path} (dim {dim})"
+            known = {symbol: first[symbol][1] for symbol in sympy.sympify(expected).free_symbols if symbol in first}
+            if isinstance(expected, sympy.Symbol) and expected not in first:
+                first[expected] = (place, size)
+            elif known and int(sympy.sympify(expected).subs(known)) != size:
+                others = " and ".join(f"{first[symbol][0]} has {first[symbol][1]}" for symbol in known)
+                faults.append(f"{place} has size {size}, and {others}; in the trace it is {expected}, for both")
+    sizes = {symbol: size for symbol, (_, size) in first.items()}
+    return faults or [_broken(condition, sizes) for condition in traced.conditions if not _holds(condition, sizes)]
+
+
+def _holds(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> bool:
+    return bool(condition.holds.subs(sizes) != sympy.false)
+
+
+def _broken(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> str:
+    given = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in condition.holds.free_symbols)
+    where = f" (at {condition.source})" if condition.source else ""
+    return (
+        f"the model's code found {condition.holds} in the example{where}, and the trace holds for that only; here "
+        f"{given}: call pipeline() with an example of this size"
+    )
 
 
 def _structure_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
@@ -137,12 +177,8 @@ def _tensor_faults(traced: TracedModel, entry: TracedInput, value: torch.Tensor)
 def _same_value(fixed: Any, value: Any) -> bool:
     if fixed is value:
         return True
-    if type(fixed) is not type(value):
-        return False
-    try:
-        return bool(fixed == value)
-    except Exception:  # a type whose == does not answer yes or no is not known to be the same
-        return False
+    # Of any other type, another object may be == and still hold other tensors.
+    return type(fixed) is type(value) and isinstance(fixed, PLAIN_TYPES) and bool(fixed == value)
 
 
 def _brief(value: Any) -> str:

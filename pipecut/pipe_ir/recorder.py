@@ -7,6 +7,8 @@ that an operation has a backward of its own. All three are seen here, while the 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,15 +21,10 @@ from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from .structure import LEAF, Atom
-from .traced import ModuleRef, Opaque, SpanKind, Template
-
-PLAIN_TYPES = (
-    int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-    types.BuiltinFunctionType, torch.SymInt, torch.SymFloat, torch.SymBool,
-)  # fmt: skip
-
+from .forgotten import watched
+from .structure import LEAF, Atom, map_leaves
+from .subclass import quiet_subclass
+from .traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
 
 # Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
 _OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
@@ -92,6 +89,11 @@ class Recorder:
         self.nodes: list[SeenNode] = []
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
+        self.shape_env: Any = None
+        self.mode_readers: set[str] = set()
+        self.forgotten: dict[str, str] = {}
+        self.assigned_attributes: dict[str, tuple[str, ...]] = {}
+        self._attributes_before: dict[str, dict[str, Any]] = {}
         self._calls: dict[str, int] = {}
         self._tracer: Any = None
 
@@ -103,6 +105,7 @@ class Recorder:
                 self._watch_module(module)
             stack.enter_context(_intercepted_functions(self._on_function))
             stack.enter_context(_intercepted_checkpoints(self._on_checkpoint))
+            stack.enter_context(watched(self._on_forgotten))
             yield
 
     def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -110,12 +113,19 @@ class Recorder:
         mode = get_proxy_mode()
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
+        self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
+        self._attributes_before = {path: _attributes(module) for path, module in self.model.named_modules()}
         self.inputs = [self._see_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
 
     def note_output(self, output: Any) -> None:
         """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
+        for path, module in self.model.named_modules():
+            before, after = self._attributes_before[path], _attributes(module)
+            changed = sorted(name for name in after if name not in before or not _is_same(before[name], after[name]))
+            if changed:
+                self.assigned_attributes[path] = tuple(changed)
         self.output = self.see(output)
         self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root
@@ -161,23 +171,32 @@ class Recorder:
         span.result = self.see(result)
 
     def _watch_module(self, module: nn.Module) -> None:
-        if type(module).__call__ is not nn.Module.__call__:
-            # The class wraps its own calls (to checkpoint them, say): what the caller passes is what counts.
-            self._watch_from_outside(module)
-            return
-        module.register_forward_pre_hook(self._enter_module, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._leave_module, with_kwargs=True)
-
-    def _watch_from_outside(self, module: nn.Module) -> None:
         cls = type(module)
+        members: dict[str, Any] = {}
+        if not any("training" in vars(base) for base in cls.__mro__):
+            members["training"] = property(self._read_mode, _set_mode)
+        if cls.__call__ is not nn.Module.__call__:
+            # The class wraps its own calls (to checkpoint them, say): what the caller passes is what counts.
+            members["__call__"] = self._recorded_call(cls)
+        else:
+            module.register_forward_pre_hook(self._enter_module, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave_module, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__class__ = quiet_subclass(cls, members)
 
-        def __call__(this: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            self._enter_module(this, args, kwargs)
-            output = cls.__call__(this, *args, **kwargs)
-            self._leave_module(this, args, kwargs, output)
-            return output
+    def _read_mode(self, module: nn.Module) -> bool:
+        """Stands in for the attribute `training`: who looks at it has a forward that depends on it."""
+        if self._stack:
+            self.mode_readers.add(self._stack[-1].path)
+        mode: bool = vars(module)["training"]
+        return mode
 
-        module.__class__ = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    def _recorded_call(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            self._enter_module(module, args, kwargs)
+            return self._leave_module(module, args, kwargs, cls.__call__(module, *args, **kwargs))
+
+        return __call__
 
     @property
     def _listens(self) -> bool:
@@ -194,16 +213,31 @@ class Recorder:
         span = self._begin("call", path, nth_call, (args, kwargs))
         span.buffers_before = dict(module._buffers)
 
-    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._listens:
-            return
+            return output
         span = self._stack[-1]
+        if len(self._stack) > 1:
+            made_inside = self._made_since(span.begin)
+            output = map_leaves(lambda leaf: self._as_own_result(leaf, made_inside), output)
         self._end(span, output)
         for name, tensor in module._buffers.items():
             if tensor is not None and tensor is not span.buffers_before.get(name):
                 seen = self._see_tensor(tensor)
                 if isinstance(seen, SeenTensor):
                     span.assigned_buffers[name] = seen
+        return output
+
+    def _made_since(self, position: int) -> set[Node]:
+        return set(itertools.islice(reversed(self._tracer.graph.nodes), self.position - position))
+
+    def _as_own_result(self, leaf: Any, made_inside: set[Node]) -> Any:
+        """A module that hands on its input may do something to it at another time: keep the two values apart."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        seen = self._see_tensor(leaf)
+        made_here = isinstance(seen, SeenTensor) and seen.node in made_inside
+        return leaf if made_here else torch.ops.aten.alias.default(leaf)
 
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._stack or not self._listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
@@ -212,12 +246,18 @@ class Recorder:
             function, preserve_rng_state, *inputs = args
             options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
             span = self._begin("checkpoint", self._stack[-1].path, 0, tuple(inputs), **options)
-            output = function(*inputs)
+            # As at run time: a reentrant checkpoint none of whose inputs has a gradient gives none to its results.
+            with torch.set_grad_enabled(any(isinstance(item, torch.Tensor) and item.requires_grad for item in inputs)):
+                output = function(*inputs)
         else:
             span = self._begin("function", self._stack[-1].path, 0, (args, kwargs), function=cls)
             output = run(*args, **kwargs)
         self._end(span, output)
         return output
+
+    def _on_forgotten(self, name: str) -> None:
+        if self._stack and self._listens:
+            self.forgotten.setdefault(self._stack[-1].path, name)
 
     def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
         if not self._listens:
@@ -226,6 +266,30 @@ class Recorder:
         span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
         yield
         self._end(span, None)
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    vars(module)["training"] = training
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes, apart from what nn.Module keeps for it; containers as they are now."""
+    own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+    return {name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in own.items()}
+
+
+_MACHINERY = frozenset(vars(nn.Module()))
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, list | tuple) and type(before) is type(after):
+        return len(before) == len(after) and all(map(_is_same, before, after))
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
+    return before is after or (isinstance(before, _COMPARABLE) and type(before) is type(after) and before == after)
+
+
+_COMPARABLE = (bool, int, float, str, bytes, set)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ their process for good. A Structure also opens plain dataclasses, and gives each
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,6 +52,8 @@ def _open(value: Any) -> _Opened | None:
         return opener(value)
     if not pytree.tree_is_leaf(value):
         return _open_registered(value)
+    if isinstance(value, dict):
+        return _open_mapping(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Atom):
         return _open_dataclass(value)
     return None
@@ -59,6 +62,22 @@ def _open(value: Any) -> _Opened | None:
 def _open_dict(value: dict[Any, Any]) -> _Opened:
     keys = list(value)
     return [f"[{key!r}]" for key in keys], list(value.values()), lambda made: dict(zip(keys, made, strict=True))
+
+
+def _open_mapping(value: dict[Any, Any]) -> _Opened:
+    """A dict of a class of its own: rebuilt as a copy with other values, under its keys and as its attributes."""
+    keys = list(value)
+    attributes = [key for key in keys if isinstance(key, str) and getattr(value, key, value) is value[key]]
+
+    def rebuild(children: list[Any]) -> Any:
+        made = copy.copy(value)
+        for key, child in zip(keys, children, strict=True):
+            dict.__setitem__(made, key, child)
+            if key in attributes:
+                object.__setattr__(made, key, child)
+        return made
+
+    return [f"[{key!r}]" for key in keys], list(value.values()), rebuild
 
 
 # The common types, without the detour over the registry.
@@ -122,3 +141,12 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
         return part.rebuild([build(child) for child in part.children])
 
     return build(structure)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nested value with each leaf replaced by `function(leaf)`; the value itself where none changes."""
+    leaves, structure = flatten(value)
+    mapped = [function(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return unflatten(structure, mapped)

@@ -38,8 +38,10 @@ class Symbols:
     def number(self, value: Any) -> sympy.Basic | int | None:
         """A symbolic number as an expression of the dims; None when it depends on data."""
         expr = _expr(value)
-        if isinstance(expr, int):
-            return expr
+        return expr if isinstance(expr, int) else self.renamed(expr)
+
+    def renamed(self, expr: sympy.Basic) -> sympy.Basic | None:
+        """An expression in the names of the dims; None when it depends on data."""
         if not expr.free_symbols <= self._renamed.keys():
             return None
         renamed: sympy.Basic = expr.xreplace(self._renamed)

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_config
 from torch import nn
 
 from ..errors import TraceError
 from .clone import clone
+from .fake import stand_in_for_meta
 from .freeze import freeze
 from .inputs import Example, read_example
 from .recorder import Recorder
 from .structure import flatten
-from .traced import TracedModel
+from .traced import Opaque, Template, TracedModel
 
 _OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
@@ -59,11 +61,22 @@ def trace(
     _silence_hooks(runner, set(live_hooks))
     recorder = Recorder(runner)
     entry = _Entry(runner, example, recorder)
-    tensors = _on_the_device_of(model, example.tensors)
+    tensors = example.tensors
+    if _is_without_memory(model):
+        tensors = stand_in_for_meta(runner, tensors)
     _export(entry, tensors)
-    if not recorder.output.leaves:
-        raise TraceError(f"{type(model).__name__} returned nothing for these example inputs")
+    _check_output(model, recorder.output)
     return freeze(model, example, recorder, model.training if training is None else training)
+
+
+def _check_output(model: nn.Module, output: Template) -> None:
+    unknown = sorted({leaf.type_name for leaf in output.leaves if isinstance(leaf, Opaque)})
+    if unknown:
+        raise TraceError(
+            f"{type(model).__name__} returns a {' and a '.join(unknown)}, which cannot be taken apart and put together "
+            "again; return tensors in tuples, lists, dicts or dataclasses, or register the type with "
+            "torch.utils._pytree.register_pytree_node"
+        )
 
 
 def _silence_hooks(model: nn.Module, live: set[str]) -> None:
@@ -83,12 +96,8 @@ def is_part_of_the_forward(hook: object) -> bool:
     return home.startswith("torch.nn.utils")
 
 
-def _on_the_device_of(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """A model without memory is traced with inputs without memory: only their shapes count."""
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    if devices != {"meta"}:
-        return tensors
-    return tuple(tensor.to("meta") for tensor in tensors)
+def _is_without_memory(model: nn.Module) -> bool:
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
 def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -96,6 +105,8 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
     try:
         with (
             warnings.catch_warnings(),
+            # Sizes 0 and 1 are sizes like others: what the code decides about them becomes a condition of the trace.
+            symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             entry._recorder.watch(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,12 +15,24 @@ from torch import nn
 from .spec import TensorSpec
 from .structure import Atom, Structure, flatten
 
+# The values that a trace holds on to as they are: there is nothing in them that could change.
+PLAIN_TYPES = (
+    int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    types.BuiltinFunctionType, torch.SymInt, torch.SymFloat, torch.SymBool,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Ref(Atom):
     """The value that a step makes."""
 
     index: int
+
+
+@dataclass(frozen=True)
+class ConstantRef(Ref):
+    """A tensor that the code made from Python values, or met outside the model; it follows the stage's device."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +187,23 @@ class TracedInput:
     constant: Any = None
 
 
+@dataclass(frozen=True)
+class Condition:
+    """Something about sizes that the model's code found true, and the trace takes for granted."""
+
+    holds: sympy.Basic
+    source: str
+
+
 @dataclass(frozen=True, eq=False)
 class TracedModel:
     """A traced run. Ticks order all steps, and the begin and end of all spans.
 
     `dims` says of which input's dim each symbol is the size, `hints` what that size was in the example.
+    `conditions` on sizes hold in every call that the trace can stand for. `reached_state` are parameters that code
+    reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
+    forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
+    a module has set or changed; `forgotten` is what the forward of a module did that no step shows.
     """
 
     steps: tuple[Step, ...]
@@ -193,7 +218,11 @@ class TracedModel:
     device: torch.device
     model: nn.Module
     training: bool
-    notes: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    reached_state: frozenset[int] = frozenset()
+    mode_readers: frozenset[str] = frozenset()
+    assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    forgotten: Mapping[str, str] = field(default_factory=dict)
 
     def spans(self, kind: SpanKind | None = None) -> Iterator[Span]:
         """All spans, or those of one kind, in the order in which they begin."""

@@ -7,9 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from ..pipe_ir.subclass import quiet_subclass
 
-class _Sparse:
+
+class _WithGaps:
     """Indexing by the index in the whole model; length and iteration over what is here."""
+
+    _pipecut_length: int
 
     def _members(self) -> dict[str, Any]:
         members: dict[str, Any] = self._modules  # type: ignore[attr-defined]
@@ -18,12 +22,11 @@ class _Sparse:
     def __getitem__(self, index: int | slice) -> Any:
         members = self._members()
         if isinstance(index, slice):
-            highest = max(map(int, members), default=-1)
-            wanted = range(*index.indices(highest + 1))
-            return [members[str(key)] for key in wanted if str(key) in members]
-        if str(index) not in members:
+            return [members[str(key)] for key in range(self._pipecut_length)[index] if str(key) in members]
+        key = str(index + self._pipecut_length if index < 0 else index)
+        if key not in members:
             raise IndexError(f"member {index} is not in this stage; those here: {', '.join(members) or 'none'}")
-        return members[str(index)]
+        return members[key]
 
     def __len__(self) -> int:
         return len(self._members())
@@ -36,29 +39,26 @@ class _Sparse:
         return nn.Module.__repr__(self)  # type: ignore[arg-type]
 
 
-class SparseModuleList(_Sparse, nn.ModuleList):
-    """A ModuleList with gaps."""
-
-
-class SparseSequential(_Sparse, nn.Sequential):
-    """A Sequential with gaps."""
-
-
-class SparseParameterList(_Sparse, nn.ParameterList):
-    """A ParameterList with gaps."""
-
+class _ParametersWithGaps(_WithGaps):
     def _members(self) -> dict[str, Any]:
-        return dict(self._parameters)
+        return dict(self._parameters)  # type: ignore[attr-defined]
 
 
-_SPARSE = {nn.ModuleList: SparseModuleList, nn.Sequential: SparseSequential, nn.ParameterList: SparseParameterList}
+_MIXINS: dict[type[nn.Module], type] = {
+    nn.ModuleList: _WithGaps,
+    nn.Sequential: _WithGaps,
+    nn.ParameterList: _ParametersWithGaps,
+}
 
-for _whole, _sparse in _SPARSE.items():
-    _sparse.__name__ = _whole.__name__  # in `print(stage)` they read as what they are in the model
 
-
-def allow_gaps(module: nn.Module) -> None:
+def allow_gaps(module: nn.Module, original: nn.Module) -> None:
     """Make a container work with some of its members gone; any other module is left as it is."""
-    module.__class__ = _SPARSE.get(type(module), type(module))
+    for cls, mixin in _MIXINS.items():
+        numbered = isinstance(original, cls) and all(
+            name.isdigit() for name in (*original._modules, *original._parameters)
+        )
+        if numbered:
+            module.__class__ = quiet_subclass(type(module), {}, mixin)
+            vars(module)["_pipecut_length"] = len(original._modules) + len(original._parameters)
     if isinstance(module, nn.ParameterDict):
         module._keys = {key: None for key in module._keys if key in module._parameters}

@@ -176,6 +176,12 @@ def _spec(step: Step, traced: TracedModel) -> TensorSpec:
             f"{step.name} is used in a later stage, and is a number that depends on the data, not a tensor"
             f"{f' ({step.source})' if step.source else ''}; cut elsewhere, or keep it as a tensor"
         )
+    unknown = sorted(str(symbol) for symbol in step.spec.symbols - traced.dims.keys())
+    if unknown:
+        raise SplitError(
+            f"{step.name} is used in a later stage, and its size depends on the data ({step.spec})"
+            f"{f' ({step.source})' if step.source else ''}; the later stage cannot know it beforehand: cut elsewhere"
+        )
     order = wire_order(step, traced)
     return (step.spec.permuted(order) if order else step.spec).contiguous()
 

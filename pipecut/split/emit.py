@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from ..errors import PipeError
-from ..pipe_ir.traced import Context, Ref, Span, Step, Template
+from ..pipe_ir.traced import Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
 from .expressions import Expressions, Naming, is_plain_name
 from .modes import Modes, require_mode
 from .program import (
@@ -149,16 +150,15 @@ class _Writer:
         return f"{call}[0]" if single else call
 
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:
-        which = ["None"] if item.span.path in self.emitter.shared_paths else []
-        call = self._call(self.write.module(item.span.path), item.span, which)
+        call = self._call(self.write.module(item.span.path), item.span)
         self._bind_result(item.span, call, item.makes & needed)
 
     def function_call(self, item: FunctionCall, needed: set[Key]) -> None:
         cls = item.span.options["function"]
-        call = self._call(f"{self.write.shared(cls.__name__, cls)}.apply", item.span, [])
+        call = self._call(f"{self.write.shared(cls.__name__, cls)}.apply", item.span)
         self._bind_result(item.span, call, item.makes & needed)
 
-    def _call(self, callee: str, span: Span, first: list[str]) -> str:
+    def _call(self, callee: str, span: Span) -> str:
         args, kwargs = span.args.structure.children
         leaves = iter(span.args.leaves)
         positional = [self.write.structured(child, leaves) for child in args.children]
@@ -166,23 +166,27 @@ class _Writer:
             f"{step[2:-2]}={self.write.structured(child, leaves)}"
             for step, child in zip(kwargs.steps, kwargs.children, strict=True)
         ]
-        return f"{callee}({', '.join(first + positional + named)})"
+        return f"{callee}({', '.join(positional + named)})"
 
     def _bind_result(self, span: Span, call: str, needed: frozenset[Key]) -> None:
         """Name the values that a call returns, by their paths in what it returns."""
         structure = span.result.structure
-        if not needed:
-            self.lines.append(call)
-            return
-        if structure.rebuild is None:
-            self.lines.append(f"{self.names[span.result.refs[0]]} = {call}")
+        leaves = list(zip(span.result.leaves, structure.paths(), strict=True))
+        fixed = [(leaf, path) for leaf, path in leaves if not isinstance(leaf, Ref | Size | ModuleRef | Opaque)]
+        if structure.rebuild is None and not fixed:
+            self.lines.append(f"{self.names[span.result.refs[0]]} = {call}" if needed else call)
             return
         if structure.kind in ("tuple", "list"):
             check = self.write.shared("require_items", require_items)
-            call = f"{check}({call}, {structure.kind}, {len(structure.children)}, {span.label!r})"
+            tensors = [path[0][1:-1] for leaf, path in leaves if isinstance(leaf, Ref) and len(path) == 1]
+            shape = f"{structure.kind}, {len(structure.children)}, ({''.join(f'{index}, ' for index in tensors)})"
+            call = f"{check}({call}, {shape}, {span.label!r})"
         whole = f"result_of_{re.sub(r'[^0-9a-zA-Z]+', '_', span.label)}_{span.begin}"
         self.lines.append(f"{whole} = {call}")
-        for leaf, path in zip(span.result.leaves, structure.paths(), strict=True):
+        for leaf, path in fixed:
+            check = self.write.shared("require_same", require_same)
+            self.lines.append(f"{check}({whole}{''.join(path)}, {self.write.value(leaf)}, {span.label!r})")
+        for leaf, path in leaves:
             if isinstance(leaf, Ref) and leaf.index in needed:
                 self.lines.append(f"{self.names[leaf.index]} = {whole}{''.join(path)}")
 
@@ -248,22 +252,33 @@ def _needed_after(items: Sequence[Item], wanted: set[Key]) -> list[set[Key]]:
 
 
 def _paths_with_several_forwards(program: Piece) -> frozenset[str]:
-    """Modules that are run in more than one way in this stage: by two pieces, or by a piece and as a whole."""
-    ways: dict[str, set[int | None]] = {}
-    for item in walk(program.items):
-        if isinstance(item, Piece):
-            ways.setdefault(item.path, set()).add(item.nth_call)
-        elif isinstance(item, WholeCall):
-            ways.setdefault(item.span.path, set()).add(None)
-    return frozenset(path for path, kinds in ways.items() if len(kinds) > 1)
+    """Modules of which more than one piece runs in this stage."""
+    pieces = collections.Counter(item.path for item in walk(program.items) if isinstance(item, Piece))
+    return frozenset(path for path, count in pieces.items() if count > 1)
 
 
-def require_items(result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, label: str) -> Any:
+def require_items(
+    result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, tensors: tuple[int, ...], label: str
+) -> Any:
     """Called by generated code: a module must return what it returned when it was traced."""
-    if type(result) is kind and len(result) == count:
+    if type(result) is kind and len(result) == count and all(result[index] is not None for index in tensors):
         return result
-    got = f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else type(result).__name__
+    expected = f"a {kind.__name__} of {count} with a tensor at {', '.join(map(str, tensors))}"
+    got = f"({', '.join(map(_brief, result))})" if isinstance(result, tuple | list) else _brief(result)
     raise PipeError(
-        f"{label!r} returned a {kind.__name__} of {count} when the model was traced, and now {got}; "
+        f"{label!r} returned {expected} when the model was traced, and now {got}; "
         "a module that returns something else in another mode or after its hooks needs a new pipeline() call"
     )
+
+
+def require_same(result: Any, traced: Any, label: str) -> None:
+    """Called by generated code: what a module returned besides tensors is part of the trace."""
+    if result is not traced and not (type(result) is type(traced) and result == traced):
+        raise PipeError(
+            f"{label!r} returned {traced!r} when the model was traced, and now {_brief(result)}; the code around it "
+            "was traced with that value. Return it as a tensor, or call pipeline() again in the mode that is to run"
+        )
+
+
+def _brief(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

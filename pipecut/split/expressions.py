@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx.immutable_collections import immutable_list
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -73,7 +74,6 @@ class Expressions:
     naming: Naming
     base: str
     globals: dict[str, Any] = field(default_factory=lambda: {"torch": torch})
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
 
     def value(self, value: Any) -> str:
@@ -134,11 +134,11 @@ class Expressions:
         return f"{self.shared(f'rebuild_{structure.kind}', structure.rebuild)}([{', '.join(children)}])"
 
     def _constant(self, step: Step) -> str:
-        if not isinstance(step.constant, torch.Tensor):
-            return self.shared(step.name, step.constant)
-        name = f"_{step.name.lstrip('_')}"
-        self.constants[name] = step.constant
-        return f"self.{name}"
+        name = self.shared(step.name, step.constant)
+        if not isinstance(step.constant, torch.Tensor) or isinstance(step.constant, nn.Parameter):
+            return name  # a parameter of nobody's module stays where it is, as in the model
+        # Not a buffer of the stage: to_empty() and half() would change it, as they do not in the model.
+        return f"{name}.to(device)"
 
     def _size(self, size: Size) -> str:
         text: str = PythonPrinter().doprint(size.expr)

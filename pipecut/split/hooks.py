@@ -1,4 +1,4 @@
-"""The user's hooks on modules that are cut: their effect on tensors is traced, and what cannot be kept is refused."""
+"""What a module does besides its forward's tensors, once it is cut: hooks, and attributes that it sets."""
 
 from __future__ import annotations
 
@@ -48,3 +48,25 @@ def refuse_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> Non
                 f"{path or type(traced.model).__name__!r} has a backward hook and is cut, so that no stage sees its "
                 "gradients; remove the hook, put it on a module inside, or cut elsewhere"
             )
+
+
+def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) -> None:
+    """Generated code works on tensors and buffers; a counter or a cache in a plain attribute stays as it is."""
+    for path in sorted(generated_paths(programs) & traced.assigned_attributes.keys()):
+        names = ", ".join(f"self.{name}" for name in traced.assigned_attributes[path])
+        warnings.warn(
+            f"the forward of {path or type(traced.model).__name__!r} sets {names}, and is cut: the stages do not set "
+            "it, and go on with the value that it had during the trace; keep state in buffers, or in a module that is "
+            "not cut",
+            PipeWarning,
+            stacklevel=4,
+        )
+
+
+def refuse_forgotten(traced: TracedModel, programs: Sequence[Piece]) -> None:
+    """Refuse to generate code for a forward that does what generated code cannot do."""
+    for path in sorted(generated_paths(programs) & traced.forgotten.keys()):
+        raise SplitError(
+            f"the forward of {path or type(traced.model).__name__!r} uses {traced.forgotten[path]}, and is cut: a "
+            "trace does not hold it; move it into a module that is not cut"
+        )

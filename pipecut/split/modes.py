@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from ..errors import PipeError, PipeWarning
 from ..pipe_ir.traced import Ref, Step, TracedModel
-from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall, walk
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
 
 _NUMBERS = (bool, int, float)
 PieceKey = tuple[int, str, int]
@@ -46,29 +46,6 @@ class Modes:
         return args, {**step.kwargs, **mine}
 
 
-def depends_on_mode(traced: TracedModel, programs: Sequence[Piece]) -> bool:
-    """Whether generated code stands in for a forward that looks at `self.training`."""
-    paths = {program.path for program in programs}
-    paths |= {item.path for program in programs for item in walk(program.items) if isinstance(item, Piece)}
-    return any(mentions_training(type(traced.model.get_submodule(path))) for path in paths)
-
-
-def mentions_training(cls: type) -> bool:
-    """Whether the code of a module class, apart from torch's own, reads an attribute called `training`."""
-    own = (base for base in cls.__mro__ if not base.__module__.startswith("torch.") and base is not object)
-    return any("training" in code.co_names for base in own for value in vars(base).values() for code in _codes(value))
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    function = getattr(value, "__wrapped__", None) or getattr(value, "__func__", value)
-    code = value if isinstance(value, CodeType) else getattr(function, "__code__", None)
-    if code is not None:
-        yield code
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _codes(constant)
-
-
 def compare_modes(
     here: TracedModel, programs_here: Sequence[Piece], there: TracedModel, programs_there: Sequence[Piece]
 ) -> Modes:
@@ -78,6 +55,8 @@ def compare_modes(
         return Modes({}, {(stage, "", 0): here.training for stage in range(len(programs_here))})
     for stage, (mine, theirs) in enumerate(zip(programs_here, programs_there, strict=True)):
         matcher.match_piece(stage, mine, theirs)
+    if not matcher.match_output():
+        matcher.bound[len(programs_here) - 1, "", 0] = here.model.training
     if matcher.checkpoints_missing:
         warnings.warn(
             f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation "
@@ -109,6 +88,13 @@ class _Matcher:
             return True
         self.bound[stage, mine.path, mine.nth_call] = self.here.model.get_submodule(mine.path).training
         return False
+
+    def match_output(self) -> bool:
+        """Whether the model returns the same in both modes."""
+        mine, theirs = self.here.output, self.there.output
+        if list(mine.structure.paths()) != list(theirs.structure.paths()):
+            return False
+        return all(map(self._equal, mine.leaves, theirs.leaves))
 
     def _flat(self, items: Sequence[Item], mine: bool) -> list[Item]:
         """Items with checkpointed ones in line: whether a part is checkpointed does not change its values."""
@@ -167,11 +153,21 @@ class _Matcher:
 
     def _equal(self, mine: Any, theirs: Any) -> bool:
         if isinstance(mine, Ref) and isinstance(theirs, Ref):
-            kinds = self.here.steps[mine.index].kind, self.there.steps[theirs.index].kind
-            return kinds == ("constant", "constant") or self.same.get(mine.index) == theirs.index
+            own, other = self.here.steps[mine.index], self.there.steps[theirs.index]
+            if own.kind == other.kind == "constant":
+                return _same_constant(own.constant, other.constant)
+            return self.same.get(mine.index) == theirs.index
         if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
             return len(mine) == len(theirs) and all(map(self._equal, mine, theirs))
         return type(mine) is type(theirs) and bool(mine == theirs)
+
+
+def _same_constant(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, GraphModule) and isinstance(theirs, GraphModule):
+        return mine.code == theirs.code
+    return mine is theirs
 
 
 def named_arguments(step: Step) -> dict[str, Any]:

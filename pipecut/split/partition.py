@@ -37,14 +37,12 @@ class _Partitioner:
             self.taken_apart |= broken
 
     def _whole_around_pieces(self, program: Piece) -> set[tuple[str, int]]:
-        """Calls that look whole, and call inside them a module that another call in this stage has in pieces."""
+        """Calls that look whole, of a module that another call in this stage has in pieces, or with one inside."""
         get = self.traced.model.get_submodule
         pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)}
         calls = (item.span for item in walk(program.items) if isinstance(item, WholeCall))
         return {
-            (span.path, span.nth_call)
-            for span in calls
-            if any(module in pieces for module in get(span.path).modules() if module is not get(span.path))
+            (span.path, span.nth_call) for span in calls if any(module in pieces for module in get(span.path).modules())
         }
 
     def _piece(self, span: Span, begin: int, end: int) -> Piece:

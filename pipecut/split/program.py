@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from ..pipe_ir.traced import HERE, Context, Ref, Size, Span, Step, Template
+from ..pipe_ir.traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, Template
 
 # A value that travels by name through generated code: what a step made, a symbolic dim, or the device (HERE).
 Key: TypeAlias = int | sympy.Symbol | Any
@@ -133,6 +133,8 @@ def keys_in(value: Any) -> frozenset[Key]:
     """The values that an argument refers to."""
     if isinstance(value, Template):
         return keys_in(value.leaves)
+    if isinstance(value, ConstantRef):
+        return frozenset({value.index, HERE})
     if isinstance(value, Ref):
         return frozenset({value.index})
     if isinstance(value, Size):

@@ -93,21 +93,24 @@ def _all_names(model: nn.Module) -> list[str]:
         ]
         tensors = {**module._parameters, **module._buffers}
         names += [f"{path}.{name}".lstrip(".") for name in own if tensors[name] is not None]
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            names.append(f"{path}._extra_state".lstrip("."))
     return names
 
 
 def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
     whole = tuple(f"{path}." for path in holdings.whole)
-    everything = (
-        *traced.model.named_parameters(remove_duplicate=False),
-        *traced.model.named_buffers(remove_duplicate=False),
-    )
-    return {name for name, _ in everything if name in holdings.tensors or name.startswith(whole)}
+    buffers = (name for name, _ in traced.model.named_buffers(remove_duplicate=False))
+    everything = (*_all_names(traced.model), *buffers)
+    return {name for name in everything if name in holdings.tensors or name.startswith(whole)}
 
 
 def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> None:
     """A buffer that the forward updates can live on one stage only."""
-    written = {name for step in traced.steps for index in step.writes for name in traced.state_names.get(index, ())}
+    memory = {traced.steps[index].storage for step in traced.steps for index in step.writes} - {None}
+    written = {
+        name for index, names in traced.state_names.items() if traced.steps[index].storage in memory for name in names
+    }
     written |= {f"{span.path}.{name}".lstrip(".") for span in traced.spans() for name in span.assigned_buffers}
     for name in sorted(written):
         holders = [index for index, names in enumerate(held) if name in names]

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import PipeError
 from ..pipe_ir.clone import clone
+from ..pipe_ir.subclass import quiet_subclass
 from .containers import allow_gaps
 from .emit import Function
 from .state import Holdings
@@ -34,9 +35,8 @@ def build_stage_module(model: nn.Module, index: int, holdings: Holdings, functio
     by_path: dict[str, list[Function]] = {}
     for function in functions:
         by_path.setdefault(function.piece.path, []).append(function)
-    originals = dict(model.named_modules())
     for path, pieces in by_path.items():
-        _install(stage, stage.get_submodule(path), originals[path], index, pieces, path in holdings.whole)
+        _install(stage, stage.get_submodule(path), index, pieces)
     return stage
 
 
@@ -57,42 +57,31 @@ def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
             del tensors[name]
             module._non_persistent_buffers_set.discard(name)
     if len(module._modules) + len(module._parameters) < len(original._modules) + len(original._parameters):
-        allow_gaps(module)
+        allow_gaps(module, original)
 
 
-def _install(
-    stage: nn.Module,
-    module: nn.Module,
-    original: nn.Module,
-    index: int,
-    functions: Sequence[Function],
-    also_whole: bool,
-) -> None:
+def _install(stage: nn.Module, module: nn.Module, index: int, functions: Sequence[Function]) -> None:
     """Give a module the generated forward of its pieces."""
-    forwards: dict[int | None, Callable[..., Any]] = {
+    forwards: dict[int, Callable[..., Any]] = {
         function.piece.nth_call: _compile(function, index) for function in functions
     }
-    if also_whole:
-        forwards[None] = type(module).forward
     forward = _dispatching(forwards) if len(forwards) > 1 else next(iter(forwards.values()))
     base = type(module)
-    members = {"forward": forward, "__module__": base.__module__, "_pipecut_stage": index}
+    members = {"forward": forward, "_pipecut_stage": index}
     if base.__call__ is not nn.Module.__call__:
         members["__call__"] = nn.Module.__call__  # what the class adds around a call is part of the generated code
-    module.__class__ = type(base.__name__, (base,), members)
+    module.__class__ = quiet_subclass(base, members)
     module.__dict__.pop("forward", None)  # an instance's own forward would hide the class's
     _drop_traced_hooks(module)
     for function in functions:
-        for name, tensor in function.refers_to.constants.items():
-            module.register_buffer(name, tensor, persistent=False)
         if function.refers_to.elsewhere:
             # Not registered: these modules have their place in the hierarchy already.
             known = module.__dict__.setdefault("_elsewhere", {})
             known.update({path: stage.get_submodule(path) for path in function.refers_to.elsewhere})
 
 
-def _dispatching(forwards: dict[int | None, Callable[..., Any]]) -> Callable[..., Any]:
-    def forward(self: nn.Module, piece: int | None, *args: Any, **kwargs: Any) -> Any:
+def _dispatching(forwards: dict[int, Callable[..., Any]]) -> Callable[..., Any]:
+    def forward(self: nn.Module, piece: int, *args: Any, **kwargs: Any) -> Any:
         return forwards[piece](self, *args, **kwargs)
 
     return forward

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bisect
 import re
-from types import FunctionType
 
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import SplitError
@@ -26,7 +24,6 @@ class Wholeness:
         self.last_use = _last_uses(traced)
         self._timed = [step for step in traced.steps if step.tick >= 0]
         self._ticks = [step.tick for step in self._timed]
-        self._reaching: dict[str, bool] = {}
         self._buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
@@ -39,7 +36,7 @@ class Wholeness:
 
     def runs_alone(self, span: Span) -> bool:
         """Whether calling the module's own code gives what was traced."""
-        if not span.args.is_plain or self._reaches_beyond(span.path):
+        if not span.args.is_plain:
             return False
         if any(step.kind == "mark" for step in self.steps(span.begin, span.end)):
             return False
@@ -71,20 +68,10 @@ class Wholeness:
         """Whether nobody uses the result of an operation, and it does nothing else."""
         if step.index in self.last_use or step.writes:
             return False
-        tags = getattr(step.target, "tags", None)
-        # An unused random number still moves the generator on. What is not a torch operator may do anything.
-        return tags is not None and not any(tag.name == "nondeterministic_seeded" for tag in tags)
-
-    def _reaches_beyond(self, path: str) -> bool:
-        """Whether a module keeps a function that holds on to modules or tensors: its copy would use the originals."""
-        if path not in self._reaching:
-            module = self.traced.model.get_submodule(path)
-            self._reaching[path] = any(
-                isinstance(value, FunctionType) and _holds_state(value)
-                for part in module.modules()
-                for value in vars(part).values()
-            )
-        return self._reaching[path]
+        if not isinstance(step.target, torch._ops.OpOverload) or not step.target._schema.returns:
+            return False
+        # An unused random number still moves the generator on.
+        return torch.Tag.nondeterministic_seeded not in step.target.tags
 
     def _hidden_inputs(self, span: Span) -> list[str]:
         arguments = set(span.args.refs)
@@ -93,7 +80,8 @@ class Wholeness:
             for index in step.refs:
                 source = self.traced.steps[index]
                 inside = source.tick >= span.begin or source.kind == "constant"
-                if not inside and index not in arguments and not self._is_own_state(index, span.path):
+                own = inside or index in arguments or self._is_own_state(index, span.path)
+                if not own or index in self.traced.reached_state:
                     hidden.append(source.name)
         return hidden
 
@@ -125,8 +113,3 @@ def _last_uses(traced: TracedModel) -> dict[int, int]:
     for index in traced.output.refs:
         last[index] = traced.root.end + 1
     return last
-
-
-def _holds_state(function: FunctionType) -> bool:
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return any(isinstance(content, nn.Module | torch.Tensor) for content in cells)

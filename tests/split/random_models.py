@@ -116,6 +116,13 @@ class RunningSum(nn.Module):
         return torch.tanh(x + self.total)
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """Lays its input out first: of a transposed one, torch's tracer has a wrong idea of how the result is laid out."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.contiguous())
+
+
 class Scale(nn.Module):
     offset: torch.Tensor
 
@@ -247,7 +254,7 @@ KINDS: dict[str, Kind] = {
     "identity": Kind(nn.Identity, "f", "f"),
     "swap": Kind(Swap, "ff", "ff"),
     "dropout": Kind(lambda: nn.Dropout(0.0), "f", "f"),
-    "batch norm": Kind(lambda: nn.BatchNorm1d(WIDTH), "f", "f"),
+    "batch norm": Kind(lambda: BatchNorm(WIDTH), "f", "f"),
     "running mean": Kind(RunningMean, "f", "f"),
     "running sum": Kind(RunningSum, "f", "f"),
     "fresh in place": Kind(FreshInPlace, "f", "f"),

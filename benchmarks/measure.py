@@ -1,0 +1,92 @@
+"""Timing in turn, medians and ratios of rounds, and how they are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+console = Console(width=120)
+clock = time.process_time
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
+
+
+def in_turn(sides: Mapping[Name, Callable[[], Result]], rounds: int, what: str) -> dict[Name, list[Result]]:
+    """Call each side once a round, each round with another one first, after a round of warm-up that does not count."""
+    for side in sides.values():
+        side()
+    names = list(sides)
+    results: dict[Name, list[Result]] = {name: [] for name in names}
+    with _own_garbage_only():
+        for nth in track(range(rounds), what, console=console, transient=True, disable=not console.is_terminal):
+            first = nth % len(names)
+            for name in names[first:] + names[:first]:
+                gc.collect()
+                results[name].append(sides[name]())
+    return results
+
+
+@contextlib.contextmanager
+def _own_garbage_only() -> Iterator[None]:
+    """Keep the garbage collector away from what is there already: its visits would fall on either side by chance."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long one call takes."""
+    begin = clock()
+    run()
+    return clock() - begin
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The ratio within a round, where both met the same conditions; of that the median."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that should not be above a limit."""
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def verdict(self) -> str:
+        return "[green]pass[/]" if self.value <= self.limit else "[bold red]fail[/]"
+
+
+def show_goals(goals: Sequence[Goal]) -> None:
+    """What was aimed at, what came out."""
+    rows = [[goal.what, f"{goal.value:.3f}", f"{goal.limit:g}", goal.verdict] for goal in goals]
+    show_table("goals", ["goal", "measured", "at most", ""], rows)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows of text, the first column to the left and the rest to the right."""
+    table = Table(title=title, title_justify="left")
+    for nth, column in enumerate(columns):
+        table.add_column(column, justify="right" if nth else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def milliseconds(times: Sequence[float]) -> str:
+    """The median as text."""
+    return f"{1000 * statistics.median(times):,.1f}"
