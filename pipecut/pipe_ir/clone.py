@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -41,6 +42,9 @@ def clone(model: nn.Module, absent: Collection[nn.Module] = ()) -> nn.Module:
     for module in kept:
         for shared in _shared_values(module):
             memo[id(shared)] = shared
+        for value in vars(module).values():
+            if type(value) in (collections.OrderedDict, dict, set) and not value:
+                memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each
     copied, memo = _deepcopy(model, kept, memo)
     for module in kept:
         children: dict[str, nn.Module | None] = memo[id(module)]._modules

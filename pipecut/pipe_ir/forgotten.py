@@ -20,6 +20,10 @@ FORGOTTEN: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+# These have subclasses with names of their own: save_on_cpu.
+_CONTEXTS = (torch.autograd.graph.saved_tensors_hooks,)
+
+
 @contextlib.contextmanager
 def watched(note: Callable[[str], None]) -> Iterator[None]:
     """Call `note` with the name of each such thing that is done inside."""
@@ -31,7 +35,8 @@ def watched(note: Callable[[str], None]) -> Iterator[None]:
 
 def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        note(name)
+        entered = isinstance(args[0], _CONTEXTS) if args else False
+        note(f"{name.rpartition('.')[0]}.{type(args[0]).__name__}" if entered else name)
         return function(*args, **kwargs)
 
     return noted

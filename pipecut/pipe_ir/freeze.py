@@ -68,7 +68,6 @@ class _Freezer:
             steps=steps,
             root=root,
             inputs=self._inputs(input_steps),
-            input_structure=self.example.named_structure,
             signature=self.example.signature,
             output=output,
             dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},

@@ -24,7 +24,6 @@ class Example:
     call: Structure
     signature: inspect.Signature
     named: tuple[tuple[str, int | None, Any], ...]
-    named_structure: Structure
 
     def call_with(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with their tensors replaced, in order."""
@@ -69,7 +68,7 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) 
         (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, _Nth) else (_pretty(path), None, leaf)
         for path, leaf in zip(structure.paths(), named, strict=True)
     )
-    return Example(tuple(leaves), call, signature, named_leaves, structure)
+    return Example(tuple(leaves), call, signature, named_leaves)
 
 
 def _bind(signature: inspect.Signature, model_name: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _broken(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> str:
     given = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in condition.holds.free_symbols)
     where = f" (at {condition.source})" if condition.source else ""
     return (
-        f"the model's code found {condition.holds} in the example{where}, and the trace holds for that only; here "
+        f"the model's code found {condition} in the example{where}, and the trace holds for that only; here "
         f"{given}: call pipeline() with an example of this size"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,7 +70,6 @@ class PipeInfo:
     edges: tuple[Edge, ...]
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
-    has_loss_and_backward: bool = False
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -141,29 +141,57 @@ class Pipe:
 
     def verify(self) -> None:
         """Check that every value is defined before its use, every edge has both ends, and no name is lost."""
-        faults = [*self._edge_faults(), *self._name_faults()]
+        faults = self._stage_faults() or [*self._edge_faults(), *self._arrival_faults(), *self._name_faults()]
         if faults:
             raise PipeError("this pipe is not consistent:\n  " + "\n  ".join(faults))
+
+    def _stage_faults(self) -> list[str]:
+        if len(self.stage_infos) != len(self.stages):
+            return [f"there are {len(self.stages)} stages, and infos of {len(self.stage_infos)}"]
+        marks = [getattr(type(stage), "_pipecut_stage", None) for stage in self.stages]
+        return [
+            f"stage {position} holds the module of stage {mark} and the info of stage {info.index}"
+            for position, (mark, info) in enumerate(zip(marks, self.stage_infos, strict=True))
+            if not position == mark == info.index
+        ]
 
     def _edge_faults(self) -> list[str]:
         faults = []
         roots = {entry.step for entry in self.traced.inputs}
         for edge in self.edges:
-            makes = roots if edge.kind == "root input" else set(self.stage_infos[edge.source].outputs)
+            if not 0 <= edge.source < edge.target < self.num_stages:
+                faults.append(f"{edge.name} goes from stage {edge.source} to stage {edge.target}, of {self.num_stages}")
+                continue
+            given = edge.kind == "root input" and edge.source == 0
+            makes = roots if given else set(self.stage_infos[edge.source].outputs)
             if edge.value not in makes:
                 faults.append(f"stage {edge.source} does not make {edge.name}, which stage {edge.target} uses")
             if edge.value not in self.stage_infos[edge.target].inputs:
                 faults.append(f"stage {edge.target} does not use {edge.name}, which stage {edge.source} sends to it")
-            if edge.source >= edge.target:
-                faults.append(f"{edge.name} goes from stage {edge.source} back to stage {edge.target}")
-        arriving = {(edge.target, edge.value) for edge in self.edges}
-        for info in self.stage_infos:
-            faults += [
-                f"nothing brings {name} to stage {info.index}"
-                for value, name in zip(info.inputs, info.input_names, strict=True)
-                if (info.index, value) not in arriving and not (info.index == 0 and value in roots)
-            ]
         return faults
+
+    def _arrival_faults(self) -> list[str]:
+        faults = []
+        arriving = collections.Counter((edge.target, edge.value) for edge in self.edges)
+        roots = {entry.step for entry in self.traced.inputs}
+        for info in self.stage_infos:
+            for value, name in zip(info.inputs, info.input_names, strict=True):
+                count = arriving[info.index, value]
+                if count > 1:
+                    faults.append(f"{count} edges bring {name} to stage {info.index}")
+                elif count == 0 and not (info.index == 0 and value in roots):
+                    faults.append(f"nothing brings {name} to stage {info.index}")
+        return faults
+
+    def _tie_faults(self) -> list[str]:
+        listed = {name for tie in self.tied_parameters for name in tie.names}
+        first: dict[int, int] = {}
+        return [
+            f"parameter {name} is in stages {first[id(parameter)]} and {index}, and is not listed as tied"
+            for index, stage in enumerate(self.stages)
+            for name, parameter in stage.named_parameters(remove_duplicate=False)
+            if first.setdefault(id(parameter), index) != index and name not in listed
+        ]
 
     def _name_faults(self) -> list[str]:
         held = {name for stage in self.stages for name, _ in stage.named_parameters(remove_duplicate=False)}
@@ -171,6 +199,7 @@ class Pipe:
         saved = {name for stage in self.stages for name in stage.state_dict()}
         to_save = set(self.traced.model.state_dict())
         return [
+            *self._tie_faults(),
             *(f"parameter {name} of the model is in no stage" for name in sorted(wanted - held)),
             *(f"parameter {name} of a stage is not in the model" for name in sorted(held - wanted)),
             *(f"state_dict entry {name} of the model is in no stage" for name in sorted(to_save - saved)),

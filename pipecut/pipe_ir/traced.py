@@ -194,6 +194,11 @@ class Condition:
     holds: sympy.Basic
     source: str
 
+    def __str__(self) -> str:
+        if isinstance(self.holds, sympy.core.relational.Relational):
+            return f"{self.holds.lhs} {self.holds.rel_op} {self.holds.rhs}"
+        return str(self.holds)
+
 
 @dataclass(frozen=True, eq=False)
 class TracedModel:
@@ -209,7 +214,6 @@ class TracedModel:
     steps: tuple[Step, ...]
     root: Span
     inputs: tuple[TracedInput, ...]
-    input_structure: Structure
     signature: inspect.Signature
     output: Template
     dims: Mapping[sympy.Symbol, tuple[int, int]]

@@ -103,11 +103,16 @@ class _Writer:
         self.names = emitter.naming.values
         self.write = Expressions(emitter.naming, piece.path)
         self.lines: list[str] = []
+        # A checkpointed function runs again in backward: what it uses has to stay.
+        regions = (item for item in walk(piece.items) if isinstance(item, Checkpointed))
+        self.captured = {key for region in regions for key in used_by_items((region,))}
         training = emitter.modes.bound.get((emitter.stage_index, piece.path, piece.nth_call))
         if training is not None:
             self.lines.append(f"{self.write.shared('require_mode', require_mode)}(self, {training}, {piece.path!r})")
 
     def finish(self, parameters: Sequence[str]) -> Function:
+        if len(self.lines) > 1 and self.lines[-2].startswith("del "):
+            del self.lines[-2]  # the function ends anyway
         header = f"def forward({', '.join(('self', *parameters))}):"
         source = "\n".join([header, *(f"    {line}" for line in self.lines or ["pass"])]) + "\n"
         return Function(self.piece, source, self.write)
@@ -123,9 +128,17 @@ class _Writer:
             if context == base:
                 for item, needed in group:
                     _WRITE[type(item)](self, item, needed)
+                    self._forget(item, needed)
                 continue
             with self._block(f"with {_manager(context, base)}:"):
                 self._in_modes(group, context)
+
+    def _forget(self, item: Item, needed: set[Key]) -> None:
+        """Let go of values after their last use, as Python code that names them once would."""
+        used = (key for key in used_by_items((item,)) - needed if isinstance(key, int) and key not in self.captured)
+        names = [self.names[key] for key in sorted(used) if not self.emitter.naming.is_state(key)]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
 
     @contextlib.contextmanager
     def _block(self, header: str) -> Iterator[None]:
@@ -189,6 +202,7 @@ class _Writer:
         for leaf, path in leaves:
             if isinstance(leaf, Ref) and leaf.index in needed:
                 self.lines.append(f"{self.names[leaf.index]} = {whole}{''.join(path)}")
+        self.lines.append(f"del {whole}")
 
     def checkpointed(self, item: Checkpointed, needed: set[Key]) -> None:
         takes = sorted({index for index in item.span.args.refs if not self.emitter.naming.is_state(index)})

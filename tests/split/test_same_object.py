@@ -87,9 +87,7 @@ every_hook = pytest.mark.parametrize("put_hook", [hook_after, hook_before])
 
 @every_forward
 @every_hook
-def test_a_hook_on_an_identity_changes_what_goes_on(
-    put_hook: Callable[[nn.Module], None], cls: type[Around]
-) -> None:
+def test_a_hook_on_an_identity_changes_what_goes_on(put_hook: Callable[[nn.Module], None], cls: type[Around]) -> None:
     """Hooks are silent in the trace: the result was the input there, and stages went on with the input."""
     model = cls(nn.Identity())
     put_hook(model.same)
@@ -126,7 +124,9 @@ def test_a_module_that_returns_its_input_in_one_mode_follows_the_other(cls: type
 @every_forward
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("same", [nn.Identity, DropPath, nn.Dropout])
-def test_models_with_such_modules_are_as_uncut(same: Callable[[], nn.Module], training: bool, cls: type[Around]) -> None:
+def test_models_with_such_modules_are_as_uncut(
+    same: Callable[[], nn.Module], training: bool, cls: type[Around]
+) -> None:
     assert_equals_uncut(cls(same()).train(training), (X,), split_spec=BEFORE_B, expect_stages=2)
 
 

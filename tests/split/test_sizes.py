@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipecut import InputError, Pipe, PipeError, SplitPoint, pipeline
 from tests.equality import assert_same_run, pipeline_once, rebuild_all, run_apart, run_in_one_graph, run_uncut
 from tests.nested_values import Call, fresh
+from tests.separate_ranks import SeparateRanks
 
 BEFORE_C = {"c": SplitPoint.BEGINNING}
 EXAMPLE_BATCH = 4
@@ -94,21 +95,26 @@ def test_sizes_on_the_other_side_of_a_branch_are_refused_with_the_condition(
         pipe(torch.randn(batch, 8))
 
 
+def squeezed(model: Three, x: Tensor, h: Tensor) -> Tensor:
+    return h.unsqueeze(1).squeeze()
+
+
 def answer(pipe: Pipe, x: Tensor) -> Tensor | str:
-    """What a call gives, or the message with which it is refused."""
+    """What a call gives with the stages apart, or the message with which it is refused."""
     try:
-        return pipe(x)
+        return SeparateRanks(pipe, ((x,), {})).forward()
     except InputError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
-    ("middle", "sure", "refused"), [(by_chunks, (4,), (1, 2, 5, 7)), (mean_of_the_first, (4, 7), ())]
+    ("middle", "sure", "refused"),
+    [(by_chunks, (4,), (1, 2, 5, 7)), (mean_of_the_first, (4, 7), ()), (squeezed, (4, 7), ())],
 )
 def test_sizes_that_change_a_number_of_parts_are_right_or_refused(
     middle: Callable[[Three, Tensor, Tensor], Tensor], sure: tuple[int, ...], refused: tuple[int, ...]
 ) -> None:
-    """A loop over chunks ran as often as in the example; a slice was as long as it was there."""
+    """A loop over chunks ran as often as in the example, a slice was as long, a value had as many dims."""
     pipe, uncut = cut(middle)
     for batch in range(1, 12):
         x = torch.randn(batch, 8)
@@ -121,17 +127,33 @@ def test_sizes_that_change_a_number_of_parts_are_right_or_refused(
             assert batch not in refused
 
 
-def test_a_branch_inside_a_block_that_is_whole_is_free_to_go_either_way() -> None:
-    """The block's own code runs, not its trace."""
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3 if x.shape[0] > 2 else x
 
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 3 if x.shape[0] > 2 else x
 
-    model = nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(8, 8))
-    pipe = pipeline(model, (torch.randn(EXAMPLE_BATCH, 8),), split_spec={"2": SplitPoint.BEGINNING})
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Branching,
+        lambda: Recurrent(8, 8, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+    ],
+    ids=["branch", "LSTM", "transformer", "transformer in eval"],
+)
+def test_a_block_that_is_whole_may_decide_anew_at_each_call(make: Callable[[], nn.Module]) -> None:
+    """Its own code runs, not its trace: torch's own layers look whether a size is 1, and work for both."""
+    model = nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(8, 8))
+    uncut = copy.deepcopy(model)
+    pipe = pipeline(model, (torch.randn(EXAMPLE_BATCH, 5, 8),), split_spec={"2": SplitPoint.BEGINNING})
     for batch in (1, 2, 3, 7):
-        assert_same_with(pipe, copy.deepcopy(model), torch.randn(batch, 8))
+        assert_same_with(pipe, uncut, torch.randn(batch, 5, 8))
 
 
 def test_a_condition_on_two_sizes_names_both() -> None:
