@@ -363,7 +363,8 @@ def test_a_module_that_returns_something_else_than_when_it_was_traced_says_so() 
             return self.b(both[0])  # type: ignore[no-any-return]
 
     pipe = pipeline(Outer(), (X,), split_spec={"b": SplitPoint.BEGINNING})
-    with pytest.raises(PipeError, match="'pair' returned a tuple of 2 with a tensor at 0, 1 when the model was traced, and now a tensor"):
+    returned = "'pair' returned a tuple of 2 with a tensor at 0, 1 when the model was traced, and now a tensor"
+    with pytest.raises(PipeError, match=returned):
         pipe.eval()(X)
 
 

@@ -7,7 +7,6 @@ that an operation has a backward of its own. All three are seen here, while the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +20,9 @@ from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from .attributes import attributes_of, is_same
 from .forgotten import watched
+from .intercept import intercepted_checkpoints, intercepted_functions
 from .structure import LEAF, Atom, map_leaves
 from .subclass import quiet_subclass
 from .traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
@@ -103,8 +104,8 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for module in self.model.modules():
                 self._watch_module(module)
-            stack.enter_context(_intercepted_functions(self._on_function))
-            stack.enter_context(_intercepted_checkpoints(self._on_checkpoint))
+            stack.enter_context(intercepted_functions(self._on_function))
+            stack.enter_context(intercepted_checkpoints(self._on_checkpoint))
             stack.enter_context(watched(self._on_forgotten))
             yield
 
@@ -114,7 +115,7 @@ class Recorder:
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
         self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
-        self._attributes_before = {path: _attributes(module) for path, module in self.model.named_modules()}
+        self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
         self.inputs = [self._see_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
@@ -122,8 +123,8 @@ class Recorder:
     def note_output(self, output: Any) -> None:
         """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
         for path, module in self.model.named_modules():
-            before, after = self._attributes_before[path], _attributes(module)
-            changed = sorted(name for name in after if name not in before or not _is_same(before[name], after[name]))
+            before, after = self._attributes_before[path], attributes_of(module)
+            changed = sorted(name for name in after if name not in before or not is_same(before[name], after[name]))
             if changed:
                 self.assigned_attributes[path] = tuple(changed)
         self.output = self.see(output)
@@ -270,91 +271,3 @@ class Recorder:
 
 def _set_mode(module: nn.Module, training: bool) -> None:
     vars(module)["training"] = training
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, apart from what nn.Module keeps for it; containers as they are now."""
-    own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
-    return {name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in own.items()}
-
-
-_MACHINERY = frozenset(vars(nn.Module()))
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if isinstance(before, list | tuple) and type(before) is type(after):
-        return len(before) == len(after) and all(map(_is_same, before, after))
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
-    return before is after or (isinstance(before, _COMPARABLE) and type(before) is type(after) and before == after)
-
-
-_COMPARABLE = (bool, int, float, str, bytes, set)
-
-
-@contextlib.contextmanager
-def _intercepted_functions(on_apply: Callable[..., Any]) -> Iterator[None]:
-    """Route `Function.apply` of every class through `on_apply`.
-
-    People keep `relu6 = MyRelu6.apply` in a global, so replacing the attribute is not enough: it is the code of
-    the one function behind all of them that is exchanged, and put back.
-    """
-    function = Function.apply.__func__  # type: ignore[attr-defined]
-    code = function.__code__
-    original = types.FunctionType(code, function.__globals__, "apply", function.__defaults__, function.__closure__)
-
-    def route(cls: type[Function], args: Any, kwargs: Any) -> Any:
-        return on_apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
-
-    _ROUTES.append(route)
-    function.__code__ = _routed_code(code.co_freevars)
-    try:
-        yield
-    finally:
-        function.__code__ = code
-        _ROUTES.pop()
-
-
-_ROUTES: list[Callable[..., Any]] = []
-
-
-def _routed_code(free_names: tuple[str, ...]) -> types.CodeType:
-    """Code that calls the innermost route, with the free variables that the exchanged function's closure has."""
-    lines = [
-        "def outer():",
-        *[f"    {name} = None" for name in free_names],
-        "    def apply(cls, *args, **kwargs):",
-        *[f"        {name}" for name in free_names],
-        f"        from {__name__} import _ROUTES",
-        "        return _ROUTES[-1](cls, args, kwargs)",
-        "    return apply",
-    ]
-    namespace: dict[str, Any] = {}
-    exec("\n".join(lines), namespace)
-    code: types.CodeType = namespace["outer"]().__code__
-    return code
-
-
-@contextlib.contextmanager
-def _intercepted_checkpoints(on_checkpoint: Callable[..., Iterator[None]]) -> Iterator[None]:
-    """Route non-reentrant `checkpoint` calls through `on_checkpoint`; the reentrant ones are autograd functions."""
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(torch_checkpoint, name)
-
-    def generator(
-        function: Any, preserve: bool, context_fn: Any, determinism: str, debug: bool, early_stop: bool,
-        *args: Any, **kwargs: Any,
-    ) -> Iterator[None]:  # fmt: skip
-        options = {
-            "use_reentrant": False,
-            "preserve_rng_state": preserve,
-            "context_fn": context_fn,
-            "determinism_check": determinism,
-        }
-        return on_checkpoint((*args, *kwargs.values()), options)
-
-    setattr(torch_checkpoint, name, generator)
-    try:
-        yield
-    finally:
-        setattr(torch_checkpoint, name, original)
