@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,8 @@ FORGOTTEN: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd.graph.saved_tensors_hooks, "__enter__", "torch.autograd.graph.saved_tensors_hooks"),
     (torch, "manual_seed", "torch.manual_seed()"),
     (torch.random, "fork_rng", "torch.random.fork_rng()"),
+    (random, "random", "random.random()"),
+    (random, "uniform", "random.uniform()"),
 )
 
 

@@ -68,7 +68,8 @@ def _used(traced: TracedModel, program: Piece, aliases: dict[str, tuple[str, ...
             base = item.path
             pieces.update(aliases[base])
         elif isinstance(item, WholeCall):
-            whole.update(aliases[item.span.path])
+            # All that it calls: a module may keep a reference to one that is registered elsewhere.
+            whole.update(alias for inner in item.span.walk() for alias in aliases[inner.path])
         if isinstance(item, WholeCall | FunctionCall | Checkpointed):
             references = (leaf.path for leaf in item.span.args.leaves if isinstance(leaf, ModuleRef))
             whole.update(alias for path in references for alias in aliases[path])

@@ -182,6 +182,38 @@ class Lookup(nn.Module):
         return x + self.table(index)
 
 
+class Leaking(Dense):
+    """Keeps a value for whoever called it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = Kept(self.lin(x))
+        return self.act(self.kept.value)
+
+
+class Kept:
+    """Holds a tensor where nobody looks for one."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _read_what_is_kept(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    result = module(x)
+    return result, module.kept.value
+
+
+class Listening(Dense):
+    """Takes an input that is put in its place beforehand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) + self.kept.value
+
+
+def _put_in_place(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    module.kept = Kept(y)
+    return module(x)
+
+
 class Sized(Dense):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         return self.lin(x), x.shape[0]
@@ -263,6 +295,8 @@ KINDS: dict[str, Kind] = {
     "without grad": Kind(WithoutGrad, "f", "f"),
     "checkpointed": Kind(Checkpointed, "f", "f"),
     "own backward": Kind(OwnBackward, "f", "f"),
+    "leaking": Kind(Leaking, "f", "ff", _read_what_is_kept),
+    "listening": Kind(Listening, "ff", "f", _put_in_place),
     "labels": Kind(Labels, "f", "fi"),
     "lookup": Kind(Lookup, "fi", "f"),
     "sized": Kind(Sized, "f", "fn"),

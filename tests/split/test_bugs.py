@@ -311,3 +311,26 @@ def test_a_stage_lets_go_of_values_as_the_model_does() -> None:
     with torch.no_grad():
         pipe.get_stage_module(0)(X)
     assert alive == [1, 2, 2, 2, 2], "the caller holds the first input, and each block its own"
+
+
+def test_a_module_that_a_block_only_refers_to_comes_along() -> None:
+    """A block kept a reference to its parent's dropout, which was in no stage, and called None."""
+
+    class Borrowing(nn.Module):
+        def __init__(self, lender: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.borrowed = nn.Linear(8, 8), [lender]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.borrowed[0](self.linear(x))
+
+    class Lending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tanh, self.a = nn.Tanh(), nn.Linear(8, 8)
+            self.b = Borrowing(self.tanh)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.tanh(self.a(x)))
+
+    assert_equals_uncut(Lending(), (X,), split_spec={"b": SplitPoint.BEGINNING}, expect_stages=2)
