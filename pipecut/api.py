@@ -24,6 +24,7 @@ from .split.modes import Modes, compare_modes
 from .split.partition import partition
 from .split.points import cuts_by_marks, cuts_by_spec
 from .split.policy import cuts_by_policy
+from .split.state import assign_state, owners_of_shared_buffers
 
 
 def pipeline(
@@ -126,7 +127,10 @@ class _Request:
     def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:
         """How the generated code follows train() and eval(); a second trace where the forward looks at the mode."""
         programs = partition(traced, plan.ticks)
-        if not generated_paths(programs) & traced.mode_readers:
+        moody = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
+        if not moody & traced.mode_readers:
             return Modes()
         other = trace(self.module, self.args, self.kwargs, self.live_hooks, training=not self.module.training)
-        return compare_modes(traced, programs, other, partition(other, self.plan(other).ticks))
+        other_programs = partition(other, self.plan(other).ticks)
+        assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
+        return compare_modes(traced, programs, other, other_programs)

@@ -122,6 +122,14 @@ def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> Non
             )
 
 
+def owners_of_shared_buffers(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
+    """The modules with buffers that several stages hold."""
+    aliases = module_aliases(traced.model)
+    held = [_names_held(traced, _used(traced, program, aliases)) for program in programs]
+    buffers = [name for name, _ in traced.model.named_buffers(remove_duplicate=False)]
+    return {name.rpartition(".")[0] for name in buffers if sum(name in names for names in held) > 1}
+
+
 def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
     """The parameters that more than one stage holds."""
     names: dict[int, list[str]] = {}

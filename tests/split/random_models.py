@@ -325,6 +325,18 @@ def _chunked(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([right, left], dim=1)
 
 
+def _assembled(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(x)
+    result[:, :2] = x[:, 2:]
+    result[:, 2:] += y[:, :2]
+    return result
+
+
+def _written_in_part(net: Net, x: torch.Tensor) -> torch.Tensor:
+    x[:, 1:3].mul_(0.5)
+    return x
+
+
 OPERATIONS: dict[str, Operation] = {
     "add": Operation("ff", "f", lambda net, x, y: x + y),
     "multiply": Operation("ff", "f", lambda net, x, y: torch.sigmoid(x) * y),
@@ -339,6 +351,9 @@ OPERATIONS: dict[str, Operation] = {
     "positions": Operation("f", "f", lambda net, x: x + torch.arange(x.shape[0], device=x.device)[:, None]),
     "detach": Operation("f", "f", lambda net, x: x.detach()),
     "in place": Operation("f", "f", lambda net, x: x.mul_(0.5)),
+    "in part": Operation("f", "f", _written_in_part),
+    "assemble": Operation("ff", "f", _assembled),
+    "halves": Operation("f", "ff", lambda net, x: (x[:, :2].repeat(1, 2), x.unflatten(1, (2, 2)).flatten(1))),
     "size": Operation("f", "n", lambda net, x: x.shape[0]),
     "divide": Operation("fn", "f", lambda net, x, size: x / size),
     "mask": Operation("fm", "f", lambda net, x, mask: torch.where(mask, x, torch.zeros_like(x))),
@@ -658,8 +673,7 @@ class _Drawer:
     def _line(self, blocks: list[Block | Graph], types: str, depth: int) -> Call | Op:
         what = self.pick(["new"] * 5 + ["operation"] * 3 + ["again"] * 3 + ["wrapper"] * (2 - depth) + ["shared"])
         if what == "operation":
-            names = [name for name, operation in OPERATIONS.items() if set(operation.inputs) <= set(types)]
-            name = self.pick(names)
+            name = self.pick([name for name, operation in OPERATIONS.items() if set(operation.inputs) <= set(types)])
             return Op(name, self._inputs(OPERATIONS[name].inputs, types))
         if what == "again":
             fitting = [index for index, block in enumerate(blocks) if set(block.inputs) <= set(types)]

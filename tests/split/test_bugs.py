@@ -334,3 +334,29 @@ def test_a_module_that_a_block_only_refers_to_comes_along() -> None:
             return self.b(self.tanh(self.a(x)))
 
     assert_equals_uncut(Lending(), (X,), split_spec={"b": SplitPoint.BEGINNING}, expect_stages=2)
+
+
+def test_a_buffer_that_is_updated_in_the_other_mode_only_is_not_shared_by_stages() -> None:
+    """Cut in evaluation mode, the average was read by another stage, which had an old copy after train()."""
+
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean.lerp_(x.detach().mean(0), 0.1)
+            return x - self.mean
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average, self.a = Average(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(self.average(x)) + self.average.mean
+
+    for training in (True, False):
+        with pytest.raises(SplitError, match=r"buffer average\.mean is updated in forward and used by stages \[0, 1\]"):
+            pipeline(Reading().train(training), (X,), split_spec={"a": SplitPoint.BEGINNING})
