@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -257,10 +258,38 @@ class _Freezer:
         )
 
     def _conditions(self) -> tuple[Condition, ...]:
-        """What the tracer had to assume of the sizes, where it depends on nothing else."""
+        """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
         guards = self.run.shape_env.guards if self.run.shape_env is not None else []
-        found = {str(guard.expr): (self.symbols.renamed(guard.expr), _user_line(guard)) for guard in guards}
-        return tuple(Condition(holds, source) for holds, source in found.values() if holds is not None)
+        lines = {guard.expr: _user_line(guard) for guard in guards}
+        found = [
+            Condition(holds, lines.get(expr, ""), self.span_ticks[id(span)][0])
+            for (expr, answer), spans in self.run.decisions.items()
+            for span in spans.values()
+            for holds in [self._in_words(expr, answer)]
+            if holds is not None
+        ]
+        squeezed = [
+            Condition(sympy.Ne(dim, 1), draft.step.source, draft.step.tick)
+            for draft in self.drafts
+            if operator_name(draft.step.target) == "aten::squeeze"
+            for dim in self._squeezed_dims(draft.step)
+        ]
+        return (*found, *squeezed)
+
+    def _in_words(self, expr: sympy.Basic, answer: Any) -> sympy.Basic | None:
+        """A decision in the names of the dims; None for what holds for all sizes, or depends on data."""
+        is_yes_or_no = isinstance(expr, sympy.logic.boolalg.Boolean)
+        holds = (expr if answer else sympy.Not(expr)) if is_yes_or_no else sympy.Eq(expr, answer)
+        renamed = self.symbols.renamed(holds)
+        return None if renamed == sympy.true else renamed
+
+    def _squeezed_dims(self, step: Step) -> list[sympy.Basic]:
+        spec = self.drafts[step.refs[0]].step.spec
+        shape = spec.shape if spec is not None else ()
+        if len(step.args) > 1:
+            dims = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
+            shape = tuple(shape[dim] for dim in dims)
+        return [dim for dim in shape if isinstance(dim, sympy.Basic)]
 
     def _inputs(self, steps: list[int]) -> tuple[TracedInput, ...]:
         order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]

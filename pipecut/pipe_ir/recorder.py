@@ -91,6 +91,7 @@ class Recorder:
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
         self.shape_env: Any = None
+        self.decisions: dict[tuple[Any, Any], dict[int, OpenSpan]] = {}
         self.mode_readers: set[str] = set()
         self.forgotten: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
@@ -114,11 +115,27 @@ class Recorder:
         mode = get_proxy_mode()
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
-        self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
+        self._listen_to_decisions(tensors)
         self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
         self.inputs = [self._see_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
+
+    def _listen_to_decisions(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Note what is decided about symbolic sizes, and in which call, also where torch knows the answer by now."""
+        self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
+        if self.shape_env is None:
+            return
+        decide = self.shape_env.evaluate_sym_node
+
+        def decide_and_note(node: Any, *args: Any, **kwargs: Any) -> Any:
+            expr = node.expr
+            answer = decide(node, *args, **kwargs)
+            if self._stack and kwargs.get("fallback_value") is None:
+                self.decisions.setdefault((expr, answer), {})[id(self._stack[-1])] = self._stack[-1]
+            return answer
+
+        self.shape_env.evaluate_sym_node = decide_and_note
 
     def note_output(self, output: Any) -> None:
         """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""

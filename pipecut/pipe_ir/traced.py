@@ -189,10 +189,14 @@ class TracedInput:
 
 @dataclass(frozen=True)
 class Condition:
-    """Something about sizes that the model's code found true, and the trace takes for granted."""
+    """Something about sizes that the model's code found true, and the trace takes for granted.
+
+    `span_begin` is the tick at which the innermost call around that code begins.
+    """
 
     holds: sympy.Basic
     source: str
+    span_begin: int
 
     def __str__(self) -> str:
         if isinstance(self.holds, sympy.core.relational.Relational):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -11,6 +12,7 @@ from ..pipe_ir.pipe import Pipe, StageInfo
 from ..pipe_ir.traced import HERE, TracedModel
 from .cost import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
+from .decisions import conditions_of_generated_code
 from .emit import Emitter, Function
 from .expressions import Naming
 from .modes import Modes
@@ -32,6 +34,7 @@ def cut_model(
     """Cut a traced model into stages."""
     names = name_values(traced)
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
+    traced = replace(traced, conditions=conditions_of_generated_code(traced, programs))
     flows = flow(traced, plan.ticks, programs, names)
     holdings = assign_state(traced, programs)
     naming = Naming(traced, names, module_aliases(traced.model))

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 
 from ..errors import PipeError
 from ..pipe_ir.traced import Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
+from .decisions import require_shape
 from .expressions import Expressions, Naming, is_plain_name
 from .modes import Modes, require_mode
 from .program import (
@@ -165,6 +166,10 @@ class _Writer:
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:
         call = self._call(self.write.module(item.span.path), item.span)
         self._bind_result(item.span, call, item.makes & needed)
+        for index, shape in item.shapes:
+            if index in needed:
+                check = self.write.shared("require_shape", require_shape)
+                self.lines.append(f"{check}({self.names[index]}, {self.write.value(shape)}, {item.span.label!r})")
 
     def function_call(self, item: FunctionCall, needed: set[Key]) -> None:
         cls = item.span.options["function"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..pipe_ir.traced import Span, TracedModel
+from ..pipe_ir.traced import Size, Span, TracedModel
+from .decisions import decides_about_sizes
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall, walk
 from .wholeness import Wholeness
 
@@ -81,8 +83,18 @@ class _Partitioner:
             return FunctionCall(child, self._made_in(child))
         whole = self.keep_modules and begin <= child.begin and child.end < end
         if whole and (child.path, child.nth_call) not in self.taken_apart and self.wholeness.runs_alone(child):
-            return WholeCall(child, self._made_in(child))
+            return WholeCall(child, self._made_in(child), self._shapes_to_check(child))
         return self._piece(child, begin, end)
+
+    def _shapes_to_check(self, span: Span) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        if not decides_about_sizes(self.traced, span):
+            return ()
+        specs = {index: self.traced.steps[index].spec for index in sorted(self._made_in(span))}
+        return tuple(
+            (index, tuple(dim if isinstance(dim, int) else Size(dim) for dim in spec.shape))
+            for index, spec in specs.items()
+            if spec is not None and spec.symbols <= self.traced.dims.keys()
+        )
 
     def _made_in(self, span: Span) -> frozenset[int]:
         return frozenset(index for index in span.result.refs if self.traced.steps[index].tick >= span.begin)

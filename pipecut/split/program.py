@@ -27,10 +27,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class WholeCall:
-    """A module that lies in this stage as a whole: called as the model calls it, running its own code."""
+    """A module that lies in this stage as a whole: called as the model calls it, running its own code.
+
+    `shapes` are those that its results must have, where the module's code decides about sizes.
+    """
 
     span: Span
     makes: frozenset[int]
+    shapes: tuple[tuple[int, tuple[Any, ...]], ...] = ()
 
     @property
     def context(self) -> Context:
@@ -111,7 +115,9 @@ def used_by(item: Item) -> frozenset[Key]:
     """The values from outside that an item needs."""
     if isinstance(item, Operation):
         return keys_in((item.step.args, item.step.kwargs))
-    if isinstance(item, WholeCall | FunctionCall):
+    if isinstance(item, WholeCall):
+        return keys_in(item.span.args) | keys_in(tuple(shape for _, shape in item.shapes))
+    if isinstance(item, FunctionCall):
         return keys_in(item.span.args)
     if isinstance(item, BufferUpdate):
         return frozenset({item.value})

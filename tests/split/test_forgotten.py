@@ -77,7 +77,7 @@ every_forgotten = pytest.mark.parametrize(
         ("manual_seed", seeded),
         ("fork_rng", forked),
         ("saved_tensors_hooks", packed),
-        ("saved_tensors_hooks", offloaded),  # save_on_cpu is one of them
+        ("save_on_cpu", offloaded),
     ],
 )
 
