@@ -422,7 +422,7 @@ def check_case(case: Case, tally: Counter[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 if EXAMPLES <= 200 else 0)
+@pytest.mark.timeout(360 if EXAMPLES <= 200 else 0)
 def test_random_models_cut_anywhere_compute_the_same() -> None:
     tally: Counter[str] = Counter()
 
