@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from .conditions import find_conditions
 from .effects import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
 from .inputs import Example
 from .marker import is_mark
 from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
 from .symbols import SYMBOLIC, Symbols
-from .traced import HERE, Condition, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
+from .traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
@@ -79,7 +79,7 @@ class _Freezer:
             device=self.device,
             model=self.model,
             training=self.training,
-            conditions=self._conditions(),
+            conditions=find_conditions(self.run, self.symbols, steps, self.span_ticks),
             reached_state=frozenset(self.index[node] for node in self.reached),
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
@@ -257,40 +257,6 @@ class _Freezer:
             assigned_buffers={name: self.index[seen.node] for name, seen in span.assigned_buffers.items()},
         )
 
-    def _conditions(self) -> tuple[Condition, ...]:
-        """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
-        guards = self.run.shape_env.guards if self.run.shape_env is not None else []
-        lines = {guard.expr: _user_line(guard) for guard in guards}
-        found = [
-            Condition(holds, lines.get(expr, ""), self.span_ticks[id(span)][0])
-            for (expr, answer), spans in self.run.decisions.items()
-            for span in spans.values()
-            for holds in [self._in_words(expr, answer)]
-            if holds is not None
-        ]
-        squeezed = [
-            Condition(sympy.Ne(dim, 1), draft.step.source, draft.step.tick)
-            for draft in self.drafts
-            if operator_name(draft.step.target) == "aten::squeeze"
-            for dim in self._squeezed_dims(draft.step)
-        ]
-        return (*found, *squeezed)
-
-    def _in_words(self, expr: sympy.Basic, answer: Any) -> sympy.Basic | None:
-        """A decision in the names of the dims; None for what holds for all sizes, or depends on data."""
-        is_yes_or_no = isinstance(expr, sympy.logic.boolalg.Boolean)
-        holds = (expr if answer else sympy.Not(expr)) if is_yes_or_no else sympy.Eq(expr, answer)
-        renamed = self.symbols.renamed(holds)
-        return None if renamed == sympy.true else renamed
-
-    def _squeezed_dims(self, step: Step) -> list[sympy.Basic]:
-        spec = self.drafts[step.refs[0]].step.spec
-        shape = spec.shape if spec is not None else ()
-        if len(step.args) > 1:
-            dims = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
-            shape = tuple(shape[dim] for dim in dims)
-        return [dim for dim in shape if isinstance(dim, sympy.Basic)]
-
     def _inputs(self, steps: list[int]) -> tuple[TracedInput, ...]:
         order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
         step_of = dict(zip(order, steps, strict=True))
@@ -352,11 +318,6 @@ def _source(stack_trace: str) -> str:
 
 
 _PACKAGE = str(Path(__file__).parent)
-
-
-def _user_line(guard: Any) -> str:
-    place = getattr(guard.sloc, "maybe_user_loc", None)
-    return str(place) if place else ""
 
 
 def _refs(value: Any) -> tuple[int, ...]:

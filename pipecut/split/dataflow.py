@@ -12,7 +12,7 @@ from ..errors import SplitError
 from ..pipe_ir.pipe import Edge
 from ..pipe_ir.spec import TensorSpec
 from ..pipe_ir.traced import HERE, Step, TracedModel
-from .program import FunctionCall, Operation, Piece, WholeCall, keys_in, used_by_items, walk
+from .program import Piece, defined_by, keys_in, used_by_items
 
 
 @dataclass
@@ -47,12 +47,7 @@ class _FlowFinder:
         self.programs = programs
         self.names = names
         self.last = len(programs) - 1
-        self.made_in = {
-            index: stage
-            for stage, program in enumerate(programs)
-            for item in walk(program.items)
-            for index in _made(item)
-        }
+        self.made_in = {index: stage for stage, program in enumerate(programs) for index in defined_by(program)}
         self.writers = self._writers()
 
     def find(self) -> Flow:
@@ -162,12 +157,6 @@ class _FlowFinder:
                     stages.append(stage)
         writers.pop(None, None)
         return writers
-
-
-def _made(item: object) -> frozenset[int]:
-    if isinstance(item, Operation):
-        return frozenset({item.step.index})
-    return item.makes if isinstance(item, WholeCall | FunctionCall) else frozenset()
 
 
 def _spec(step: Step, traced: TracedModel) -> TensorSpec:
