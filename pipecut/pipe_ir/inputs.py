@@ -108,11 +108,13 @@ def _size_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
     for entry in traced.inputs:
         spec = None if entry.step is None else traced.steps[entry.step].spec
         for dim, expected in enumerate(spec.shape if spec is not None else ()):
+            if isinstance(expected, int):
+                continue
             size, place = given[entry.path].shape[dim], f"{entry.path} (dim {dim})"
-            known = {symbol: first[symbol][1] for symbol in sympy.sympify(expected).free_symbols if symbol in first}
+            known = {symbol: first[symbol][1] for symbol in expected.free_symbols if symbol in first}
             if isinstance(expected, sympy.Symbol) and expected not in first:
                 first[expected] = (place, size)
-            elif known and int(sympy.sympify(expected).subs(known)) != size:
+            elif known and int(expected.subs(known)) != size:
                 others = " and ".join(f"{first[symbol][0]} has {first[symbol][1]}" for symbol in known)
                 faults.append(f"{place} has size {size}, and {others}; in the trace it is {expected}, for both")
     sizes = {symbol: size for symbol, (_, size) in first.items()}
