@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PipeError(Exception):
@@ -24,6 +24,14 @@ class InputError(PipeError):
 
 class SpecError(PipeError):
     """A tensor is not what a TensorSpec says."""
+
+
+class PlanError(PipeError, ValueError):
+    """A schedule's plan cannot be made, read or run. `faults` has every fault that a validation found."""
+
+    def __init__(self, message: str, faults: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
 
 
 class PipeWarning(UserWarning):

@@ -1,0 +1,156 @@
+"""What a rank does in one step of a plan, and its text form."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+from ..errors import PlanError, did_you_mean
+
+
+class Op(str, Enum):
+    """The kinds of action. The value is the name in the text form."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    FULL_BACKWARD = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    REDUCE_TIES = "REDUCE_TIES"
+    OVERLAP_F_B = "OVERLAP_F_B"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.OVERLAP_F_B})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+TRANSFERS = SENDS | RECEIVES
+
+# An activation goes to the stage after, a gradient to the stage before, unless the action names another peer.
+NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
+COUNTERPART = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
+ARROW = {Op.SEND_F: "->", Op.SEND_B: "->", Op.RECV_F: "<-", Op.RECV_B: "<-"}
+
+
+class Action(NamedTuple):
+    """One step of one rank: an Op on a stage, for a microbatch.
+
+    >>> Action(2, Op.FORWARD, 0), Action(0, Op.UNSHARD), Action(2, Op.SEND_B, 2)
+    (2F0, 0UNSHARD, 2SEND_B2)
+    >>> transfer(Op.SEND_F, 0, 5, peer=3)
+    0SEND_F5->3
+    >>> overlap(Action(1, Op.FORWARD, 1), Action(2, Op.FULL_BACKWARD, 0))
+    (1F1;2B0)OVERLAP_F_B
+    """
+
+    stage: int  # -1 for an overlap, whose parts have stages of their own
+    op: Op
+    microbatch: int | None = None  # for REDUCE_TIES: the number of the tie
+    peer: int | None = None  # for a transfer: the stage at the other end, if that is not the neighbour
+    parts: tuple[Action, ...] = ()  # of an overlap
+
+    def __repr__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(repr, self.parts))}){self.op}"
+        number = "" if self.microbatch is None else self.microbatch
+        peer = "" if self.peer is None else f"{ARROW.get(self.op, '@')}{self.peer}"
+        return f"{self.stage}{self.op}{number}{peer}"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the action runs the stage's module, forward or backward."""
+        return self.op in COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether the action is one end of a message between two stages."""
+        return self.op in TRANSFERS
+
+    @property
+    def leaves(self) -> tuple[Action, ...]:
+        """The parts of an overlap, or the action itself."""
+        return self.parts or (self,)
+
+    @property
+    def other_stage(self) -> int:
+        """The stage at the other end of a transfer."""
+        return self.stage + NEIGHBOUR[self.op] if self.peer is None else self.peer
+
+    @property
+    def counterpart(self) -> Action:
+        """The other end of a transfer: the receive of a send, the send of a receive."""
+        return transfer(COUNTERPART[self.op], self.other_stage, self.microbatch, self.stage)
+
+
+def transfer(op: Op, stage: int, microbatch: int | None, peer: int) -> Action:
+    """One end of a message, with the peer left out where it is the neighbour, so that equal actions compare equal."""
+    return Action(stage, op, microbatch, None if peer == stage + NEIGHBOUR[op] else peer)
+
+
+def overlap(*parts: Action) -> Action:
+    """A forward and a backward that may run at the same time."""
+    return Action(-1, Op.OVERLAP_F_B, None, None, parts)
+
+
+NUMBERED = {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.REDUCE_TIES} | TRANSFERS
+WHOLE_STAGE = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}
+_SIMPLE = re.compile(
+    r"(?P<stage>\d{1,9})(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<number>\d{1,9})?(?:(?P<arrow>->|<-)(?P<peer>\d{1,9}))?",
+    re.ASCII,
+)
+_OVERLAP = re.compile(r"\((?P<parts>[^()]*)\)OVERLAP_F_B")
+_OPS = {op.value: op for op in Op}
+_EXAMPLES = "2F0, 1I3, 0UNSHARD, 2SEND_B2, 0SEND_F1->3 or (1F1;2B0)OVERLAP_F_B"
+
+
+def parse_action(text: str) -> Action | None:
+    """The action that a text stands for; blank text is a bubble, None.
+
+    >>> parse_action("2F0")
+    2F0
+    >>> parse_action(" ") is None
+    True
+    """
+    if not isinstance(text, str):
+        raise PlanError(f"{text!r} is no text of an action. Write it like {_EXAMPLES}.")
+    text = text.strip()
+    if not text:
+        return None
+    match = _OVERLAP.fullmatch(text)
+    if not match:
+        return _parse_simple(text)
+    texts = [part.strip() for part in match["parts"].split(";")]
+    parts = [_parse_simple(part) for part in texts if part]
+    if len(parts) < len(texts) or any(part.op not in COMPUTE for part in parts):
+        raise PlanError(f"'{text}' is no action: an overlap has parts, each F, I, W or B, as in (1F1;2B0)OVERLAP_F_B.")
+    return overlap(*parts)
+
+
+def _parse_simple(text: str) -> Action:
+    match = _SIMPLE.fullmatch(text)
+    if not match or match["op"] == Op.OVERLAP_F_B:
+        raise PlanError(f"'{text}' is no action. Write it like {_EXAMPLES}.")
+    op = _OPS.get(match["op"])
+    if op is None:
+        near = did_you_mean(match["op"], _OPS)
+        raise PlanError(f"'{text}' is no action: there is no '{match['op']}'.{near} Known are {', '.join(_OPS)}.")
+    if op in NUMBERED and match["number"] is None:
+        numbered = "tie" if op is Op.REDUCE_TIES else "microbatch"
+        raise PlanError(f"'{text}' is no action: {op} needs the number of a {numbered}, as in {match['stage']}{op}0.")
+    if op in WHOLE_STAGE and match["number"] is not None:
+        raise PlanError(f"'{text}' is no action: {op} is for a whole stage; write {match['stage']}{op}.")
+    if match["arrow"] != ARROW.get(op) and match["arrow"] is not None:
+        raise PlanError(
+            f"'{text}' is no action: a peer is written -> after a send and <- after a receive, nowhere else."
+        )
+    stage, number = int(match["stage"]), None if match["number"] is None else int(match["number"])
+    return Action(stage, op, number) if match["peer"] is None else transfer(op, stage, number, int(match["peer"]))

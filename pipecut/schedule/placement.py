@@ -1,0 +1,89 @@
+"""Which rank holds which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import PlanError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The rank of every stage.
+
+    >>> Placement.loop(ranks=2, chunks=2).rank_of
+    (0, 1, 0, 1)
+    >>> Placement.v(ranks=2).rank_of
+    (0, 1, 1, 0)
+    >>> Placement.explicit({0: 0, 1: 0, 2: 1, 3: 1, 4: 0}).stages_of
+    ((0, 1, 4), (2, 3))
+    """
+
+    rank_of: tuple[int, ...]  # by stage
+
+    def __post_init__(self) -> None:
+        if not self.rank_of or min(self.rank_of) < 0:
+            raise PlanError(
+                f"A placement gives every stage a rank, 0 or more, and has at least one stage; got {self.rank_of}."
+            )
+
+    @classmethod
+    def loop(cls, ranks: int, chunks: int = 1) -> Placement:
+        """Stage s on rank s mod ranks."""
+        positive(ranks=ranks, chunks=chunks)
+        return cls(tuple(range(ranks)) * chunks)
+
+    @classmethod
+    def v(cls, ranks: int, chunks: int = 2) -> Placement:
+        """Down the ranks and up again: with 2 chunks, the first and the last stage are on rank 0."""
+        positive(ranks=ranks, chunks=chunks)
+        down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
+        return cls(sum((down if chunk % 2 == 0 else up for chunk in range(chunks)), ()))
+
+    @classmethod
+    def explicit(cls, rank_of: Mapping[int, int] | Sequence[int]) -> Placement:
+        """Any map of stages to ranks; stages and ranks are numbered from 0 without gaps."""
+        numbers = [*rank_of, *rank_of.values()] if isinstance(rank_of, Mapping) else list(rank_of)
+        wrong = [number for number in numbers if not isinstance(number, int) or isinstance(number, bool)]
+        if wrong:
+            raise PlanError(
+                f"The placement has {wrong[0]!r}: stages and ranks are whole numbers, as in {{0: 0, 1: 1, 2: 0}}."
+            )
+        by_stage = dict(rank_of) if isinstance(rank_of, Mapping) else dict(enumerate(rank_of))
+        _refuse_gaps("stage", by_stage)
+        _refuse_gaps("rank", by_stage.values())
+        return cls(tuple(by_stage[stage] for stage in range(len(by_stage))))
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.rank_of)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return max(self.rank_of) + 1
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in ascending order."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+
+def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
+    missing = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
+    if missing or min(numbers) < 0:
+        wrong = f"no {what} {missing[0]}" if missing else f"{what} {min(numbers)}"
+        raise PlanError(f"The placement has {wrong}: number the {what}s 0, 1, 2... without gaps.")
+
+
+def positive(**sizes: int) -> None:
+    """Refuse sizes that are not whole numbers from 1 up."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise PlanError(f"{name}={size!r}: give a whole number of {name}, 1 or more.")

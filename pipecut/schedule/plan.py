@@ -1,0 +1,220 @@
+"""A plan: what every rank does, in order, in one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+
+from ..errors import PlanError
+from .action import COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
+from .placement import Placement, positive
+from .rules import Dataflow
+
+Rows = tuple[tuple[Action | None, ...], ...]
+Given = Action | str | None  # how a user may write one step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The actions of every rank, in order; None is a bubble.
+
+    >>> plan = Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})
+    >>> print(plan.grid())
+    rank 0 │ 0F0 ·   ·   0B0
+    rank 1 │ ·   1F0 1B0 ·
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    actions: Rows = field(repr=False)
+    dataflow: Dataflow = field(repr=False)
+    training: bool = True  # False: forward only
+
+    def __post_init__(self) -> None:
+        for what, value, kind in (("placement", self.placement, Placement), ("dataflow", self.dataflow, Dataflow)):
+            if not isinstance(value, kind):
+                raise PlanError(f"The {what} of a plan is a {kind.__name__}, got {value!r}.")
+        positive(microbatches=self.microbatches)
+        if self.dataflow.stages != self.stages:
+            raise PlanError(
+                f"The dataflow has {self.dataflow.stages} stages, the plan '{self.name}' has {self.stages}."
+            )
+        if len(self.actions) != self.ranks:
+            raise PlanError(
+                f"The plan '{self.name}' has actions for {len(self.actions)} ranks, and its placement puts stages on "
+                f"{self.ranks}: give every rank a stage and a list of actions."
+            )
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]],
+        *,
+        name: str = "custom",
+        placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
+        microbatches: int | None = None,
+        dataflow: Dataflow | None = None,
+    ) -> Plan:
+        """A plan of your own: actions, or their text, for each rank. What is not given is read from the actions.
+
+        Without `placement` a stage belongs to the rank that runs its forwards; without `dataflow` every stage feeds the
+        next, and the skips are those that the plan's transfers name.
+        """
+        rows = _rows(actions)
+        leaves = [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
+        if not leaves:
+            raise PlanError("The plan has no action: give each rank a list such as ['0F0', '0B0'].")
+        if placement is None:
+            placement = _placement_of(rows)
+        elif not isinstance(placement, Placement):
+            placement = Placement.explicit(placement)
+        if len(rows) < placement.ranks:
+            rows += ((),) * (placement.ranks - len(rows))
+        return cls(
+            name=name,
+            placement=placement,
+            microbatches=_count_microbatches(leaves) if microbatches is None else microbatches,
+            actions=rows,
+            dataflow=_dataflow_of(leaves, placement.stages) if dataflow is None else dataflow,
+            training=any(
+                leaf.op not in (Op.FORWARD, Op.SEND_F, Op.RECV_F) for leaf in leaves if leaf.microbatch is not None
+            ),
+        )
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether the plan names its messages. A plan that does not gets them from `lower`."""
+        return any(action is not None and action.op in TRANSFERS for row in self.actions for action in row)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.placement.stages
+
+    def with_actions(self, rows: Iterable[Iterable[Action | None]]) -> Plan:
+        """The same plan with other actions."""
+        return replace(self, actions=tuple(map(tuple, rows)))
+
+    def with_dataflow(self, dataflow: Dataflow) -> Plan:
+        """The same actions for a model whose stages use each other's values in another way."""
+        return replace(self, dataflow=dataflow)
+
+    def grid(self, *, width: int | None = None) -> str:
+        """The plan as text: a row for each rank, a column for each step. `width` wraps it at that many characters.
+
+        Every action stands in the first step in which it can run if each takes one; a plan that cannot run to its end
+        is shown as it is written.
+        """
+        from .grid import grid_text
+        from .lower import add_bubbles
+
+        return grid_text(add_bubbles(self, allow_stuck=True), width=width)
+
+    def validate(self) -> Plan:
+        """The plan itself, proven complete, in order and free of deadlock; otherwise a PlanError with every fault."""
+        from .validate import validate
+
+        validate(self)
+        return self
+
+    def lower(self, *, max_held: int | None = None, receives: str = "as_sent") -> Plan:
+        """The plan with all that running it takes: transfers, sums of tied gradients, and sharding if asked for."""
+        from .lower import lower
+
+        return lower(self, max_held=max_held, receives=receives)
+
+    def save_csv(self, path: str | PathLike[str]) -> None:
+        """Write one line a rank, one cell a step; a bubble is an empty cell."""
+        from .csv_file import save_csv
+
+        save_csv(self, path)
+
+    @classmethod
+    def load_csv(
+        cls,
+        path: str | PathLike[str],
+        *,
+        name: str | None = None,
+        placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
+        microbatches: int | None = None,
+        dataflow: Dataflow | None = None,
+        ragged: bool = False,
+    ) -> Plan:
+        """Read what `save_csv` wrote. `ragged=True` takes lines of different lengths: the short ones end in bubbles."""
+        from .csv_file import load_csv
+
+        rows = load_csv(path, ragged=ragged)
+        name = name if name is not None else str(path)
+        return cls.from_actions(rows, name=name, placement=placement, microbatches=microbatches, dataflow=dataflow)
+
+
+def _rows(actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]]) -> Rows:
+    by_rank = dict(actions) if isinstance(actions, Mapping) else dict(enumerate(actions))
+    wrong = [rank for rank in by_rank if not isinstance(rank, int) or rank < 0]
+    if wrong:
+        raise PlanError(f"The plan has a rank {wrong[0]!r}: ranks are numbered 0, 1, 2...")
+    rows = []
+    for rank in range(max(by_rank, default=-1) + 1):
+        row = []
+        for step, given in enumerate(by_rank.get(rank, ())):
+            if given is not None and not isinstance(given, Action | str):
+                raise PlanError(f"Rank {rank}, step {step}: {given!r} is no action; give an Action, its text, or None.")
+            try:
+                row.append(parse_action(given) if isinstance(given, str) else _normal(given))
+            except PlanError as error:
+                raise PlanError(f"Rank {rank}, step {step}: {error}") from None
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _normal(action: Action | None) -> Action | None:
+    """A transfer whose peer is the neighbour does not name it, so that equal actions compare equal."""
+    if action is None or action.op not in TRANSFERS or action.peer is None:
+        return action
+    return transfer(action.op, action.stage, action.microbatch, action.peer)
+
+
+def _placement_of(rows: Rows) -> Placement:
+    """A stage is where its forwards are, or else where anything of it is computed."""
+    rank_of: dict[int, int] = {}
+    for ops in ({Op.FORWARD}, COMPUTE):
+        for rank, row in enumerate(rows):
+            for leaf in (leaf for action in row if action is not None for leaf in action.leaves):
+                if leaf.op in ops:
+                    rank_of.setdefault(leaf.stage, rank)
+    _refuse_gaps("stage", rank_of)
+    return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
+
+
+def _count_microbatches(leaves: Sequence[Action]) -> int:
+    numbers = {leaf.microbatch for leaf in leaves if leaf.op in COMPUTE and leaf.microbatch is not None}
+    _refuse_gaps("microbatch", numbers)
+    return len(numbers)
+
+
+def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
+    """Numbers are counted from what a plan does, so that one that is left out would be a smaller or a wrong plan."""
+    missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    if not numbers or missing < len(numbers):
+        there = f"has {what} {max(numbers)}, but nothing of" if numbers else "computes nothing of"
+        more = "es" if what.endswith("ch") else "s"
+        raise PlanError(
+            f"The plan {there} {what} {missing}: add its actions, or number the {what}{more} 0, 1, 2... without gaps."
+        )
+
+
+def _dataflow_of(leaves: Sequence[Action], stages: int) -> Dataflow:
+    """The chain, and the skips that the transfers name."""
+    sent = {(leaf.stage, leaf.other_stage) for leaf in leaves if leaf.op is Op.SEND_F and leaf.peer is not None}
+    back = {(leaf.other_stage, leaf.stage) for leaf in leaves if leaf.op is Op.SEND_B and leaf.peer is not None}
+    inside = {(maker, user) for maker, user in sent | back if 0 <= maker < user < stages}
+    chain = Dataflow.chain(stages)
+    return replace(chain, activations=chain.activations | inside, gradients=chain.gradients | (back & inside))

@@ -1,0 +1,163 @@
+"""What must have happened before an action: the single truth about dependencies.
+
+A forward needs the activations of the stages that feed it. An input gradient (I, or a full backward B) needs its own
+forward and the gradients of the stages that it feeds. A weight gradient needs the input gradient of its stage. A send
+needs the value that it sends, a receive its send. Everything that orders actions asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import PlanError
+from .action import Action, Op, transfer
+from .placement import Placement
+
+# What an action leaves behind, under one name for both ways to get there: B gives what I and W give.
+GIVES: dict[Op, tuple[Op, ...]] = {
+    Op.FORWARD: (Op.FORWARD,),
+    Op.BACKWARD_INPUT: (Op.BACKWARD_INPUT,),
+    Op.BACKWARD_WEIGHT: (Op.BACKWARD_WEIGHT,),
+    Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
+}
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Which stages use what of which others.
+
+    >>> flow = Dataflow.chain(4, skips=[(0, 3)])
+    >>> flow.makers[3], flow.users[0]
+    ((0, 2), (1, 3))
+    """
+
+    stages: int
+    activations: frozenset[tuple[int, int]]  # (maker, user)
+    gradients: frozenset[tuple[int, int]]  # those (maker, user) for which a gradient goes back to the maker
+    root_inputs: frozenset[int] = frozenset()  # later stages that use an input of the model, held by stage 0's rank
+    ties: tuple[frozenset[int], ...] = ()  # stages that share a parameter
+
+    def __post_init__(self) -> None:
+        for maker, user in sorted(self.activations | self.gradients):
+            if not 0 <= maker < user < self.stages:
+                raise PlanError(
+                    f"The dataflow has an edge from stage {maker} to stage {user}: a value goes to a later stage, "
+                    f"and the stages are 0 to {self.stages - 1}."
+                )
+        extra = sorted(self.gradients - self.activations)
+        if extra:
+            raise PlanError(f"The dataflow has a gradient for {extra[0]}, but no activation: add that, or remove it.")
+        for what, stages in (("root input", self.root_inputs), *(("tie", tie) for tie in self.ties)):
+            wrong = [stage for stage in sorted(stages) if not 0 <= stage < self.stages]
+            if wrong:
+                raise PlanError(
+                    f"The dataflow has a {what} at stage {wrong[0]}: the stages are 0 to {self.stages - 1}."
+                )
+
+    @classmethod
+    def chain(
+        cls,
+        stages: int,
+        skips: Iterable[tuple[int, int]] = (),
+        root_inputs: Iterable[int] = (),
+        ties: Iterable[Iterable[int]] = (),
+    ) -> Dataflow:
+        """Every stage feeds the next; `skips` are (maker, user) pairs besides that."""
+        edges = frozenset({(stage, stage + 1) for stage in range(stages - 1)} | set(skips))
+        return cls(stages, edges, edges, frozenset(root_inputs), tuple(map(frozenset, ties)))
+
+    @cached_property
+    def makers(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages whose activations it uses."""
+        return self._grouped((user, maker) for maker, user in self.activations)
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages that use its activations."""
+        return self._grouped(self.activations)
+
+    @cached_property
+    def gradient_givers(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages whose input gradients it waits for."""
+        return self._grouped(self.gradients)
+
+    @cached_property
+    def gradient_takers(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages that wait for its input gradient."""
+        return self._grouped((user, maker) for maker, user in self.gradients)
+
+    def _grouped(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        groups: list[list[int]] = [[] for _ in range(self.stages)]
+        for stage, other in sorted(pairs):
+            groups[stage].append(other)
+        return tuple(map(tuple, groups))
+
+    def needs(self, op: Op, stage: int) -> tuple[tuple[Op, int], ...]:
+        """The computations, as (what they give, stage), that must be done for the same microbatch before this one."""
+        if op is Op.FORWARD:
+            return tuple((Op.FORWARD, maker) for maker in self.makers[stage])
+        if op is Op.BACKWARD_WEIGHT:
+            return ((Op.BACKWARD_INPUT, stage),)
+        return ((Op.FORWARD, stage), *((Op.BACKWARD_INPUT, giver) for giver in self.gradient_givers[stage]))
+
+    def messages(self, op: Op, stage: int, placement: Placement) -> tuple[tuple[Op, int], ...]:
+        """What goes to other ranks once the computation is done: (SEND_F or SEND_B, the stage it goes to)."""
+        here = placement.rank_of[stage]
+        if op is Op.FORWARD:
+            users = set(self.users[stage]) | (self.root_inputs if stage == 0 else set())
+            return tuple((Op.SEND_F, user) for user in sorted(users) if placement.rank_of[user] != here)
+        if op is Op.BACKWARD_WEIGHT:
+            return ()
+        takers = reversed(self.gradient_takers[stage])
+        return tuple((Op.SEND_B, taker) for taker in takers if placement.rank_of[taker] != here)
+
+    def receives(self, op: Op, stage: int, placement: Placement) -> tuple[tuple[Op, int], ...]:
+        """What comes from other ranks before the computation: (RECV_F or RECV_B, the stage it comes from)."""
+        here = placement.rank_of[stage]
+        if op is Op.FORWARD:
+            makers = set(self.makers[stage]) | ({0} if stage in self.root_inputs else set())
+            return tuple((Op.RECV_F, maker) for maker in sorted(makers) if placement.rank_of[maker] != here)
+        if op is Op.BACKWARD_WEIGHT:
+            return ()
+        return tuple((Op.RECV_B, giver) for giver in self.gradient_givers[stage] if placement.rank_of[giver] != here)
+
+
+def dependencies(action: Action, dataflow: Dataflow, placement: Placement | None = None) -> tuple[Action, ...]:
+    """The actions that must be done before this one. With a placement, what comes from other ranks comes by receives.
+
+    A backward that is needed is named I; a full backward B counts as it.
+
+    >>> flow = Dataflow.chain(3)
+    >>> dependencies(Action(1, Op.FULL_BACKWARD, 4), flow)
+    (1F4, 2I4)
+    >>> dependencies(Action(1, Op.FULL_BACKWARD, 4), flow, Placement.loop(ranks=3))
+    (1F4, 1RECV_B4)
+    """
+    found: list[Action] = []
+    for leaf in action.leaves:
+        found += _leaf_dependencies(leaf, dataflow, placement)
+    inside = {Action(leaf.stage, given, leaf.microbatch) for leaf in action.leaves for given in GIVES.get(leaf.op, ())}
+    return tuple(need for need in dict.fromkeys(found) if need not in inside or not action.parts)
+
+
+def _leaf_dependencies(action: Action, dataflow: Dataflow, placement: Placement | None) -> list[Action]:
+    stage, op, microbatch = action.stage, action.op, action.microbatch
+    if op is Op.SEND_F:
+        made = (stage, action.other_stage) in dataflow.activations
+        return [Action(stage, Op.FORWARD, microbatch)] if made else []  # an input of the model is there from the start
+    if op is Op.SEND_B:
+        return [Action(stage, Op.BACKWARD_INPUT, microbatch)]
+    if action.is_transfer:
+        return [action.counterpart]
+    if op not in GIVES:
+        return []
+    needs = dataflow.needs(op, stage)
+    if placement is None:
+        return [Action(other, given, microbatch) for given, other in needs]
+    here = placement.rank_of[stage]
+    local = [Action(other, given, microbatch) for given, other in needs if placement.rank_of[other] == here]
+    return local + [
+        transfer(arrival, stage, microbatch, other) for arrival, other in dataflow.receives(op, stage, placement)
+    ]

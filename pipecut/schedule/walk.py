@@ -1,0 +1,149 @@
+"""Walks a plan in an order that its dependencies allow, every message meeting its receiver.
+
+A send and its receive happen together, when both ranks have come to them: nothing is buffered. So a plan that can be
+walked to its end cannot deadlock, whatever the network buffers, and one that cannot is stuck at known places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import PlanError
+from .action import TRANSFERS, WHOLE_STAGE, Action, Op
+from .ledger import Ledger
+from .plan import Plan
+from .rules import GIVES
+
+
+class Walk:
+    """Iterate to get (rank, action) in order; afterwards `stuck` has the place of every rank that could not go on.
+
+    The ranks take turns, one action each, in ascending order: the order is the same in every run. The two ends of a
+    message come one after the other, the send first.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.places = [0] * len(plan.actions)  # the next step of each rank
+        self._ledger = Ledger(plan)
+        unknown = first_unknown(plan, self._ledger)
+        if unknown is not None:
+            rank, step = unknown
+            raise PlanError(
+                f"The plan '{plan.name}' cannot run: rank {rank} cannot do {plan.actions[rank][step]} (step {step}). "
+                "plan.validate() tells why."
+            )
+
+    @property
+    def stuck(self) -> dict[int, int]:
+        """Rank -> the step it could not take, for every rank that did not come to its end."""
+        rows = self.plan.actions
+        return {rank: place for rank, place in enumerate(self.places) if place < len(rows[rank])}
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        rows, places = self.plan.actions, self.places
+        entries, done = self._ledger.entries, self._ledger.done
+        live = [rank for rank, row in enumerate(rows) if row]
+        moved = True
+        while moved:
+            moved = False
+            for rank in live:
+                place = places[rank]
+                row = rows[rank]
+                if place == len(row):
+                    continue
+                action = row[place]
+                if action is None:
+                    places[rank] = place + 1
+                    moved = True
+                elif action.op in GIVES:
+                    stage, op, microbatch, _, _ = action
+                    needs, fills = entries[op, stage, None]
+                    for slot in needs:
+                        if not done[slot + microbatch]:  # type: ignore[operator]
+                            break
+                    else:
+                        for slot in fills:
+                            done[slot + microbatch] = 1  # type: ignore[operator]
+                        places[rank] = place + 1
+                        moved = True
+                        yield rank, action
+                else:
+                    for other, its_action in self._together(rank, action):
+                        places[other] += 1
+                        moved = True
+                        yield other, its_action
+            live = [rank for rank in live if places[rank] < len(rows[rank])]
+
+    def _together(self, rank: int, action: Action) -> list[tuple[int, Action]]:
+        """What happens now, on every rank it takes; nothing, if one of them is not there yet."""
+        if action.op in TRANSFERS:
+            return self._message(rank, action)
+        if action.op is Op.REDUCE_TIES:
+            return self._sum_of_tie(action)
+        if action.op is Op.OVERLAP_F_B and not self._take_parts(action):
+            return []
+        return [(rank, action)]
+
+    def _take_parts(self, action: Action) -> bool:
+        """Do the parts of an overlap one after the other, all or none."""
+        taken: list[Action] = []
+        for part in action.parts:
+            if not self._ledger.ready(part):
+                for undone in taken:
+                    self._ledger.note(undone, 0)
+                return False
+            self._ledger.note(part)
+            taken.append(part)
+        return True
+
+    def _message(self, rank: int, action: Action) -> list[tuple[int, Action]]:
+        """Both ends of a message, if the value is there and both ranks have come to it."""
+        other = action.counterpart
+        peer = self.plan.placement.rank_of[other.stage]
+        if self._here(peer) != other:
+            return []
+        ends = [(rank, action), (peer, other)]
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            ends.reverse()
+        if not self._ledger.ready(ends[0][1]):
+            return []
+        for _, end in ends:
+            self._ledger.note(end)
+        return ends
+
+    def _sum_of_tie(self, action: Action) -> list[tuple[int, Action]]:
+        """The sum of one tie on all ranks that hold it, if all have come to it."""
+        holders = self.plan.dataflow.ties[action.microbatch or 0]
+        meeting = []
+        for rank in sorted({self.plan.placement.rank_of[stage] for stage in holders}):
+            there = self._here(rank)
+            if there is None or (there.op, there.microbatch) != (Op.REDUCE_TIES, action.microbatch):
+                return []
+            meeting.append((rank, there))
+        return meeting
+
+    def _here(self, rank: int) -> Action | None:
+        row, place = self.plan.actions[rank], self.places[rank]
+        return row[place] if place < len(row) else None
+
+
+def first_unknown(plan: Plan, ledger: Ledger) -> tuple[int, int] | None:
+    """Rank and step of the first action with a stage, a microbatch, a peer or a rank that the plan does not have."""
+    entries, microbatches = ledger.entries, plan.microbatches
+    stages_of, ties = plan.placement.stages_of, plan.dataflow.ties
+    for rank, row in enumerate(plan.actions):
+        here = set(stages_of[rank])
+        for step, action in enumerate(row):
+            if action is None:
+                continue
+            for stage, op, number, peer, _ in action.parts or (action,):
+                if (op, stage, peer) in entries:
+                    fits = number is not None and 0 <= number < microbatches
+                elif op is Op.REDUCE_TIES:
+                    fits = number is not None and 0 <= number < len(ties) and stage in ties[number]
+                else:
+                    fits = op in WHOLE_STAGE and number is None
+                if not fits or stage not in here or (action.parts and op not in GIVES):
+                    return rank, step
+    return None
