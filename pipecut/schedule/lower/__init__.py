@@ -1,0 +1,52 @@
+"""Passes from Plan to Plan: from computations alone to all that running them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import PlanError, did_you_mean
+from ..collector import collector_paused
+from ..plan import Plan
+from .backwards import merge_backwards
+from .bubbles import add_bubbles, drop_bubbles
+from .receives import receive_early, receive_late
+from .sharding import add_reduce_grad, add_unshard_reshard
+from .ties import add_reduce_ties
+from .transfers import add_transfers
+
+__all__ = [
+    "add_bubbles",
+    "add_reduce_grad",
+    "add_reduce_ties",
+    "add_transfers",
+    "add_unshard_reshard",
+    "drop_bubbles",
+    "lower",
+    "merge_backwards",
+    "receive_early",
+    "receive_late",
+]
+
+RECEIVES: dict[str, Callable[[Plan], Plan]] = {
+    "as_sent": lambda plan: plan,
+    "early": receive_early,
+    "late": receive_late,
+}
+
+
+@collector_paused
+def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent") -> Plan:
+    """A plan that can be executed: messages between ranks, the sums of tied gradients, and, with `max_held`, sharding.
+
+    `max_held` is how many stages a rank may hold unsharded at a time (UNSHARD, RESHARD and REDUCE_GRAD are added).
+    `receives` says where a receive stands: "as_sent", at the turn of its send; "early", right after the message before
+    it; "late", right before its first use. A plan that has its transfers keeps them.
+    """
+    if receives not in RECEIVES:
+        near = did_you_mean(str(receives), RECEIVES)
+        raise PlanError(f"receives={receives!r} is not known.{near} Choose one of {', '.join(map(repr, RECEIVES))}.")
+    if max_held is not None:
+        plan = add_reduce_grad(add_unshard_reshard(plan, max_held))
+    if not plan.has_transfers:
+        plan = add_transfers(plan)
+    return RECEIVES[receives](add_reduce_ties(plan))

@@ -1,0 +1,88 @@
+"""When a rank gathers and frees the parameters of its stages, and when it reduces their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import PlanError
+from ..action import Action, Op
+from ..plan import Plan
+
+GIVES_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+
+
+def add_unshard_reshard(plan: Plan, max_held: int = 3) -> Plan:
+    """UNSHARD the next `max_held` stages that a rank will use, and RESHARD the others. An overlap holds all of its own.
+
+    max_held=1      0F0 1F0 1B0   ->   0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD
+    """
+    if not isinstance(max_held, int) or isinstance(max_held, bool) or max_held < 1:
+        raise PlanError(f"max_held={max_held!r}: a rank must hold at least the stage that it runs; give 1 or more.")
+    _refuse_second_time(plan, Op.UNSHARD)
+    return plan.with_actions(_shard_row(row, max_held) for row in plan.actions)
+
+
+def add_reduce_grad(plan: Plan) -> Plan:
+    """REDUCE_GRAD of a stage right after its last weight gradient.
+
+    0F0 0F1 0B0 0B1   ->   0F0 0F1 0B0 0B1 0REDUCE_GRAD
+    """
+    _refuse_second_time(plan, Op.REDUCE_GRAD)
+    rows = []
+    for row in plan.actions:
+        left = {}
+        for step, action in enumerate(row):
+            for leaf in action.leaves if action is not None else ():
+                if leaf.op in GIVES_WEIGHT_GRADIENT:
+                    left[leaf.stage] = step
+        after: dict[int, list[Action]] = {}
+        for stage, step in left.items():
+            after.setdefault(step, []).append(Action(stage, Op.REDUCE_GRAD))
+        rows.append(_spliced(row, {step + 1: actions for step, actions in after.items()}))
+    return plan.with_actions(rows)
+
+
+def _shard_row(row: Sequence[Action | None], max_held: int) -> list[Action | None]:
+    """One rank's actions with UNSHARD and RESHARD; bubbles go, for the columns no longer mean the same moment."""
+    actions = [action for action in row if action is not None]
+    wanted = _next_stages(actions, max_held)
+    held: list[int] = []
+    before: dict[int, list[Action]] = {}
+    for step, stages in wanted:
+        moves = [Action(stage, Op.RESHARD) for stage in sorted(held) if stage not in stages]
+        moves += [Action(stage, Op.UNSHARD) for stage in stages if stage not in held]
+        held = stages
+        before[step] = moves
+    before.setdefault(len(actions), []).extend(Action(stage, Op.RESHARD) for stage in sorted(held))
+    return _spliced(actions, before)
+
+
+def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[int]]]:
+    """(first step of a run, the next `count` stages that are used from any step of that run on, soonest first)."""
+    order: list[int] = []  # the stages used from here on, soonest first
+    found: list[tuple[int, list[int]]] = []
+    for step in range(len(actions) - 1, -1, -1):
+        action = actions[step]
+        if not action.parts and order and order[0] == action.stage and len(found[-1][1]) <= count:
+            found[-1] = (step, found[-1][1])
+            continue
+        stages = list(dict.fromkeys(leaf.stage for leaf in action.leaves))
+        order = stages + [stage for stage in order if stage not in stages]
+        found.append((step, order[: max(count, len(stages))]))
+    return found[::-1]
+
+
+def _spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:
+    """The row with the given actions put in before the given steps."""
+    result: list[Action | None] = []
+    start = 0
+    for step in sorted(before):
+        result += row[start:step]
+        result += before[step]
+        start = step
+    return result + list(row[start:])
+
+
+def _refuse_second_time(plan: Plan, op: Op) -> None:
+    if any(action is not None and action.op is op for row in plan.actions for action in row):
+        raise PlanError(f"The plan '{plan.name}' has {op} already: lower a plan that has none.")

@@ -1,0 +1,102 @@
+"""Messages between ranks, put where no order of arrival can block them.
+
+The plan is walked in an order that its dependencies allow. When a computation is done, its sends and, on the other
+ranks, their receives are written down at that same moment. So all ranks take part in the messages in one common order,
+and none waits for another in a circle, even if a send returns only when its receive has begun.
+
+      0F0 0B0        0F0 0SEND_F0          0RECV_B0 0B0
+      1F0 1B0   ->       1RECV_F0 1F0 1B0  1SEND_B0
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...errors import PlanError
+from ..action import Action, Op, transfer
+from ..collector import collector_paused
+from ..grid import marked_grid
+from ..plan import Plan
+from ..rules import GIVES
+from ..walk import Walk
+
+
+@collector_paused
+def add_transfers(plan: Plan) -> Plan:
+    """The plan with a SEND and a RECV for every value that another rank uses, and none between stages of one rank."""
+    if plan.has_transfers:
+        raise PlanError(f"The plan '{plan.name}' has transfers already: add them to a plan of computations only.")
+    messages = {(op, stage): _ends(plan, op, stage) for op in GIVES for stage in range(plan.stages)}
+    early = _EarlyInputs(plan)
+    rows: list[list[Action | None]] = [[] for _ in plan.actions]
+    walk = Walk(plan)
+    for rank, action in walk:
+        if early.users:
+            early.send_before(action, rows)
+        row = rows[rank]
+        row.append(action)
+        for leaf in action.parts or (action,):
+            stage, op, microbatch, _, _ = leaf
+            for send, send_peer, receive, other, receive_peer, other_rank in messages.get((op, stage), ()):
+                if stage == 0 and other in early.users and not early.is_first(other, microbatch):
+                    continue
+                row.append(Action(stage, send, microbatch, send_peer))
+                rows[other_rank].append(Action(other, receive, microbatch, receive_peer))
+    if walk.stuck:
+        rank, step = next(iter(walk.stuck.items()))
+        raise PlanError(
+            f"The plan '{plan.name}' cannot run: rank {rank} never gets what {plan.actions[rank][step]} (step {step}) "
+            f"needs. plan.validate() tells why.\n{marked_grid(plan, rank, step)}"
+        )
+    return plan.with_actions(rows)
+
+
+class _Ends(NamedTuple):
+    """What the two ends of a message are made of, besides the microbatch and the sending stage."""
+
+    send: Op
+    send_peer: int | None
+    receive: Op
+    other: int  # the receiving stage
+    receive_peer: int | None
+    other_rank: int
+
+
+def _ends(plan: Plan, op: Op, stage: int) -> list[_Ends]:
+    """The messages that a computation of a stage sends."""
+    found = []
+    for send, other in plan.dataflow.messages(op, stage, plan.placement):
+        end = transfer(send, stage, 0, other)
+        there = end.counterpart
+        found.append(_Ends(send, end.peer, there.op, other, there.peer, plan.placement.rank_of[other]))
+    return found
+
+
+class _EarlyInputs:
+    """Inputs of the model for a stage whose turn comes before stage 0's: sent on demand, for nothing computes them."""
+
+    def __init__(self, plan: Plan) -> None:
+        rank_of = plan.placement.rank_of
+        self.first_rank = rank_of[0]
+        self.users = {
+            stage
+            for stage in plan.dataflow.root_inputs
+            if rank_of[stage] != self.first_rank and (0, stage) not in plan.dataflow.activations
+        }
+        self._rank_of = rank_of
+        self._sent: set[tuple[int, int | None]] = set()
+
+    def is_first(self, stage: int, microbatch: int | None) -> bool:
+        """Whether the input has not been sent to the stage yet; from now on it has."""
+        first = (stage, microbatch) not in self._sent
+        self._sent.add((stage, microbatch))
+        return first
+
+    def send_before(self, action: Action, rows: list[list[Action | None]]) -> None:
+        """Write down, before an action, the transfers of inputs that it needs and stage 0 has not sent."""
+        for leaf in action.leaves:
+            stage, op, microbatch, _, _ = leaf
+            if op is Op.FORWARD and stage in self.users and self.is_first(stage, microbatch):
+                receive = transfer(Op.RECV_F, stage, microbatch, 0)
+                rows[self.first_rank].append(receive.counterpart)
+                rows[self._rank_of[stage]].append(receive)
