@@ -1,0 +1,40 @@
+"""The proof that a plan can run: complete, in order, every message met, no deadlock. Every fault at once."""
+
+from __future__ import annotations
+
+from ...errors import PlanError
+from ..collector import collector_paused
+from ..grid import marked_grid
+from ..plan import Plan
+from .deadlock import deadlock_faults
+from .fault import Fault
+from .order import Books, order_faults
+from .upkeep import upkeep_faults
+
+__all__ = ["Fault", "find_faults", "validate"]
+
+SHOWN = 20  # faults in one message; all of them are in the error's `faults`
+
+
+@collector_paused
+def find_faults(plan: Plan) -> list[Fault]:
+    """Everything that keeps a plan from running, by rank and step; empty for a plan that can run."""
+    books = Books(plan)
+    faults = order_faults(plan, books)
+    faults += upkeep_faults(plan, books)
+    faults += deadlock_faults(plan, books)
+    return sorted(dict.fromkeys(faults), key=lambda fault: (fault.rank, fault.step))
+
+
+def validate(plan: Plan) -> None:
+    """Raise a PlanError that lists every fault, with the grid around the first, unless the plan can run."""
+    faults = find_faults(plan)
+    if not faults:
+        return
+    lines = [f"The plan '{plan.name}' cannot run: {len(faults)} fault{'s' if len(faults) > 1 else ''}."]
+    lines += [f"  {fault}" for fault in faults[:SHOWN]]
+    if len(faults) > SHOWN:
+        lines.append(f"  ... and {len(faults) - SHOWN} more, all in the error's `faults`.")
+    first = faults[0]
+    lines.append(marked_grid(plan, first.rank, first.step, first.action))
+    raise PlanError("\n".join(lines), faults)

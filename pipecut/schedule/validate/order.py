@@ -1,0 +1,221 @@
+"""Each rank by itself: known actions, each exactly once, each after what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..action import NEIGHBOUR, SENDS, TRANSFERS, Action, Op, transfer
+from ..ledger import Key, Ledger
+from ..plan import Plan
+from ..rules import GIVES, dependencies
+from .fault import Fault
+
+NO_PART = "cannot be part of an overlap; give it a step of its own"
+BACKWARD = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.SEND_B, Op.RECV_B})
+
+
+class Reading(NamedTuple):
+    """How one kind of action is read: the slots it needs and fills, and for a transfer its message and other rank."""
+
+    needs: tuple[int, ...]
+    fills: tuple[int, ...]
+    message: int  # of microbatch 0, the same number at both ends; -1 for a computation
+    peer: int
+
+
+@dataclass
+class Books:
+    """What the first reading of a plan takes down for the checks after it."""
+
+    plan: Plan
+    ledger: Ledger = field(init=False)
+    known: bool = True  # whether every action has a stage, a microbatch and a rank that exist
+    computed: list[list[int]] = field(init=False)  # by stage: the steps at which it computes
+    # By rank: what is for a whole stage or a tie, with its step.
+    upkeep: list[list[tuple[int, Action]]] = field(init=False)
+    # By rank, in order: the number of each message (for a tie -1 - its number), its other rank, and its step.
+    messages: list[list[int]] = field(init=False)
+    message_peers: list[list[int]] = field(init=False)
+    message_steps: list[list[int]] = field(init=False)
+
+    _first_steps: dict[int, dict[Action, int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.plan, local=True)
+        self.computed = [[] for _ in range(self.plan.stages)]
+        self.upkeep = [[] for _ in self.plan.actions]
+        self.messages = [[] for _ in self.plan.actions]
+        self.message_peers = [[] for _ in self.plan.actions]
+        self.message_steps = [[] for _ in self.plan.actions]
+
+    def first_step(self, rank: int, wanted: Action) -> int | None:
+        """The first step at which a rank does an action, or one that gives the same; indexed when first asked."""
+        if rank not in self._first_steps:
+            steps = self._first_steps[rank] = {}
+            for step, action in enumerate(self.plan.actions[rank]):
+                for leaf in action.leaves if action is not None else ():
+                    for given in (leaf.op, *GIVES.get(leaf.op, ())):
+                        steps.setdefault(leaf._replace(op=given), step)
+        return self._first_steps[rank].get(wanted)
+
+    def readings(self) -> list[dict[Key, Reading]]:
+        """For each rank, how to read what it may do."""
+        rank_of, slots = self.plan.placement.rank_of, self.ledger.slots
+        readings: list[dict[Key, Reading]] = [{} for _ in self.plan.actions]
+        for (op, stage, peer), (needs, fills) in self.ledger.entries.items():
+            message, other_rank = -1, -1
+            if op in TRANSFERS:
+                end = Action(stage, op, 0, peer)
+                send = end if op in SENDS else end.counterpart
+                message = slots[send.op, send.stage, send.other_stage]
+                other_rank = rank_of[end.other_stage]
+            if self.plan.training or op not in BACKWARD:
+                readings[rank_of[stage]][op, stage, peer] = Reading(needs, fills, message, other_rank)
+        return readings
+
+
+def order_faults(plan: Plan, books: Books) -> list[Fault]:
+    """Read every rank's actions once: what is unknown, twice, too early, or missing."""
+    faults: list[Fault] = []
+    done, computed, microbatches = books.ledger.done, books.computed, plan.microbatches
+    readings = books.readings()
+    for rank, row in enumerate(plan.actions):
+        read = readings[rank].get
+        messages, peers, steps = books.messages[rank], books.message_peers[rank], books.message_steps[rank]
+        for step, action in enumerate(row):
+            if action is None:
+                continue
+            for leaf in action.parts or (action,):
+                stage, op, microbatch, peer, _ = leaf
+                reading = read((op, stage, peer))
+                if reading is None or microbatch is None or not 0 <= microbatch < microbatches:
+                    faults += _set_apart(plan, books, rank, step, leaf, action)
+                    continue
+                needs, fills, message, other_rank = reading
+                if message >= 0 and leaf is not action:
+                    books.known = False
+                    faults.append(Fault(rank, step, action, f"{leaf} {NO_PART}"))
+                    continue
+                for slot in needs:
+                    if not done[slot + microbatch]:
+                        faults += _too_early(books, rank, step, leaf)
+                        break
+                for slot in fills:
+                    if done[slot + microbatch]:
+                        faults.append(_twice(books, rank, step, leaf))
+                        break
+                    done[slot + microbatch] = 1
+                if message < 0:
+                    computed[stage].append(step)
+                else:
+                    messages.append(message + microbatch)
+                    peers.append(other_rank)
+                    steps.append(step)
+    return faults + _missing(plan, books.ledger)
+
+
+def _set_apart(plan: Plan, books: Books, rank: int, step: int, leaf: Action, action: Action) -> list[Fault]:
+    """Put what is for a whole stage or a tie aside for its own check; a fault for what is none of the plan's."""
+    problem = _unknown(plan, rank, leaf)
+    if not problem and action.parts:
+        problem = f"{leaf} {NO_PART}"
+    if problem:
+        books.known = False
+        return [Fault(rank, step, leaf, problem)]
+    books.upkeep[rank].append((step, leaf))
+    if leaf.op is Op.REDUCE_TIES:
+        books.messages[rank].append(-1 - (leaf.microbatch or 0))
+        books.message_peers[rank].append(-1)
+        books.message_steps[rank].append(step)
+    return []
+
+
+def _unknown(plan: Plan, rank: int, leaf: Action) -> str:
+    """Why an action is none of this plan's, or nothing if it is one for a whole stage."""
+    stage, op, microbatch = leaf.stage, leaf.op, leaf.microbatch
+    rank_of = plan.placement.rank_of
+    if op is Op.OVERLAP_F_B:
+        return "an overlap needs parts, as in (1F1;2B0)OVERLAP_F_B"
+    if leaf.peer is not None and op not in TRANSFERS:
+        return f"{op} has no peer; leave it out"
+    if not 0 <= stage < plan.stages:
+        return f"there is no stage {stage}; the stages are 0 to {plan.stages - 1}"
+    if rank_of[stage] != rank:
+        return f"stage {stage} is on rank {rank_of[stage]}; move the action there"
+    if op is Op.REDUCE_TIES:
+        ties = plan.dataflow.ties
+        known = microbatch is not None and 0 <= microbatch < len(ties) and stage in ties[microbatch]
+        return "" if known else f"stage {stage} has no tie {microbatch}; the plan's dataflow has {len(ties)} ties"
+    if op in BACKWARD and not plan.training:
+        return "the plan is forward only; remove it, or make the plan with training=True"
+    if op not in GIVES and op not in TRANSFERS:
+        return "" if microbatch is None else f"{op} is for a whole stage; leave the microbatch out"
+    if microbatch is None:
+        return f"needs the number of a microbatch, as in {leaf._replace(microbatch=0)}"
+    if not 0 <= microbatch < plan.microbatches:
+        return f"there is no microbatch {microbatch}; the microbatches are 0 to {plan.microbatches - 1}"
+    return _not_an_edge(plan, leaf)
+
+
+def _not_an_edge(plan: Plan, leaf: Action) -> str:
+    other = leaf.other_stage
+    if leaf.peer == leaf.stage + NEIGHBOUR[leaf.op]:
+        return f"the neighbour is not named as a peer; write it {leaf._replace(peer=None)}"
+    if not 0 <= other < plan.stages:
+        return f"there is no stage {other} at the other end; the stages are 0 to {plan.stages - 1}"
+    if plan.placement.rank_of[other] == plan.placement.rank_of[leaf.stage]:
+        return f"stages {leaf.stage} and {other} are on the same rank, where nothing is sent; remove the transfer"
+    maker, user = sorted((leaf.stage, other))
+    what = "activation" if leaf.op in (Op.SEND_F, Op.RECV_F) else "gradient"
+    return f"no {what} goes between stages {maker} and {user} that way; remove the transfer or add it to the dataflow"
+
+
+def _too_early(books: Books, rank: int, step: int, leaf: Action) -> list[Fault]:
+    """Faults that name what is not there yet, and where it is."""
+    plan, ledger = books.plan, books.ledger
+    placement = plan.placement if plan.has_transfers else None
+    faults = []
+    for need in dependencies(leaf, plan.dataflow, placement):
+        if plan.placement.rank_of[need.stage] != rank or (need.op in SENDS):
+            continue
+        if ledger.done[ledger.slot(*_slot_key(need)) + (need.microbatch or 0)]:
+            continue
+        later = books.first_step(rank, need)
+        if later == step:
+            problem = f"needs {need}, a later part of the same overlap; put that first, or before the overlap"
+        elif later is not None:
+            problem = f"needs {plan.actions[rank][later]}, which comes after it, at step {later}; put that before"
+        else:
+            problem = f"needs {need}, which is nowhere on this rank; add it before"
+        faults.append(Fault(rank, step, leaf, problem))
+    return faults
+
+
+def _slot_key(need: Action) -> tuple[Op, int, int | None]:
+    return need.op, need.stage, need.other_stage if need.op in TRANSFERS else None
+
+
+def _twice(books: Books, rank: int, step: int, leaf: Action) -> Fault:
+    firsts = [books.first_step(rank, leaf._replace(op=given)) for given in GIVES.get(leaf.op, (leaf.op,))]
+    first = min(found for found in firsts if found is not None)
+    done = f"done already by {books.plan.actions[rank][first]} at step {first}"
+    return Fault(rank, step, leaf, f"{done}; remove one of the two")
+
+
+def _missing(plan: Plan, ledger: Ledger) -> list[Fault]:
+    """What a whole step must do and no rank does."""
+    faults = []
+    computed = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
+    for (op, stage, other), slot in ledger.slots.items():
+        flags = ledger.done[slot : slot + plan.microbatches]
+        if flags.count(1) == len(flags) or (op in BACKWARD and not plan.training):
+            continue
+        rank = plan.placement.rank_of[stage]
+        for microbatch, flag in enumerate(flags):
+            if flag:
+                continue
+            action = Action(stage, op, microbatch) if other is None else transfer(op, stage, microbatch, other)
+            hint = " (or a full backward B)" if op in computed else ""
+            faults.append(Fault(rank, len(plan.actions[rank]), action, f"is missing{hint}; add it"))
+    return faults

@@ -1,0 +1,93 @@
+"""Parameters gathered when they are used, gradients reduced once and after the last of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+from ..action import Action, Op
+from ..plan import Plan
+from .fault import Fault
+from .order import Books
+
+REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
+
+
+def upkeep_faults(plan: Plan, books: Books) -> list[Fault]:
+    """The faults of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIES, on every rank."""
+    if not any(books.upkeep):
+        return []
+    faults: list[Fault] = []
+    for rank, upkeep in enumerate(books.upkeep):
+        faults += _use_of_sharded(plan, rank, upkeep, books)
+        faults += _reductions_too_early(plan, rank, upkeep, books)
+    return [*faults, *_reductions_missing(plan, books)]
+
+
+def _use_of_sharded(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
+    """Computations between a RESHARD, or the start, and the next UNSHARD of their stage."""
+    end = len(plan.actions[rank])
+    sharded_since = {action.stage: 0 for _, action in upkeep if action.op in (Op.UNSHARD, Op.RESHARD)}
+    closing = [(end, Action(stage, Op.UNSHARD)) for stage in sharded_since]
+    for step, action in (*upkeep, *closing):
+        stage = action.stage
+        if action.op is Op.RESHARD:
+            sharded_since.setdefault(stage, step)
+        elif action.op is Op.UNSHARD and stage in sharded_since:
+            steps = books.computed[stage]
+            for place in range(bisect_left(steps, sharded_since.pop(stage)), bisect_right(steps, step)):
+                used = plan.actions[rank][steps[place]]
+                assert used is not None  # a step at which a stage computes
+                problem = f"stage {stage} is sharded here; put {stage}UNSHARD before it"
+                yield Fault(rank, steps[place], used, problem)
+
+
+def _reductions_too_early(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
+    for step, action in upkeep:
+        for stage in _reduced(plan, rank, action):
+            last = books.computed[stage][-1] if books.computed[stage] else -1
+            if last > step:
+                problem = f"comes before {plan.actions[rank][last]} (step {last}) of the stage; put it after the last"
+                yield Fault(rank, step, action, problem)
+
+
+def _reduced(plan: Plan, rank: int, action: Action) -> list[int]:
+    """The stages of the rank whose gradients an action sums."""
+    if action.op is Op.REDUCE_GRAD:
+        return [action.stage]
+    if action.op is Op.REDUCE_TIES:
+        holders = plan.dataflow.ties[action.microbatch or 0]
+        return [stage for stage in sorted(holders) if plan.placement.rank_of[stage] == rank]
+    return []
+
+
+def _reductions_missing(plan: Plan, books: Books) -> Iterator[Fault]:
+    """A plan that reduces anything reduces everything, once."""
+    rank_of = plan.placement.rank_of
+    there: dict[tuple[Op, int, int | None], list[int]] = {}
+    for rank, upkeep in enumerate(books.upkeep):
+        for step, action in upkeep:
+            if action.op in REDUCTIONS:
+                there.setdefault(_reduction(rank, action), []).append(step)
+    kinds = {op for op, _, _ in there}
+    wanted: list[tuple[int, Action]] = []
+    if Op.REDUCE_GRAD in kinds:
+        wanted += [(rank_of[stage], Action(stage, Op.REDUCE_GRAD)) for stage in range(plan.stages)]
+    if Op.REDUCE_TIES in kinds:
+        for number, holders in enumerate(plan.dataflow.ties):
+            first = {rank_of[stage]: stage for stage in sorted(holders, reverse=True)}
+            if len(first) > 1:
+                wanted += [(rank, Action(stage, Op.REDUCE_TIES, number)) for rank, stage in first.items()]
+    for rank, action in wanted:
+        steps = there.get(_reduction(rank, action), [])
+        if not steps:
+            problem = "is missing, while others have theirs; add it"
+            yield Fault(rank, len(plan.actions[rank]), action, problem)
+        for step in steps[1:]:
+            again = plan.actions[rank][step] or action
+            yield Fault(rank, step, again, f"done already at step {steps[0]}; remove one of the two")
+
+
+def _reduction(rank: int, action: Action) -> tuple[Op, int, int | None]:
+    """What an action reduces on a rank: the gradients of a stage, or a tie, whichever of its stages stands for it."""
+    return action.op, rank, action.stage if action.op is Op.REDUCE_GRAD else action.microbatch
