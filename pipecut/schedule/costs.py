@@ -1,0 +1,137 @@
+"""What the actions of a plan cost: time and memory, for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+from ..errors import PlanError
+from .action import Op
+from .amount import amount
+from .link import Link, MessageBytes, Transfer, check_message_bytes, check_transfer, message_time
+from .placement import Placement
+from .plan import Plan
+
+__all__ = ["CostTable", "Costs", "Link"]
+
+PerStage = float | Sequence[float] | Mapping[int, float]
+
+TIMES = ("forward", "backward_input", "backward_weight", "full_backward")
+MEMORY = ("memory_forward", "memory_backward_input", "memory_backward_weight")
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The costs of the four computations for every stage of one plan: `time[Op.FORWARD][stage]`."""
+
+    time: Mapping[Op, tuple[float, ...]]
+    memory: Mapping[Op, tuple[float, ...]]  # what each adds; negative where it frees
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one microbatch costs, in any unit of time and of memory.
+
+    A plain number is the work of a whole rank, and is divided among the stages of that rank; a list has one number for
+    each stage, and so has a dict from stage to number. A full backward takes as long as both halves unless
+    `full_backward` says otherwise, and frees what both free.
+
+    `transfer` is the time of each message between two ranks, whatever the number of stages: a number, a Link (which
+    uses `message_bytes`), or a dict from (source rank, target rank) to these. Between stages of a rank nothing is sent.
+
+    >>> from pipecut.schedule.plan import Plan
+    >>> plan = Plan.from_actions({0: ["0F0", "2F0"], 1: ["1F0"]})
+    >>> Costs(forward=3).table(plan).time[Op.FORWARD]
+    (1.5, 3.0, 1.5)
+    >>> Costs(forward=[1, 2, 4]).table(plan).time[Op.FORWARD]
+    (1.0, 2.0, 4.0)
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    transfer: Transfer = 0.0
+    full_backward: PerStage | None = None
+    memory_forward: PerStage = 1.0
+    memory_backward_input: PerStage = 0.0
+    memory_backward_weight: PerStage = -1.0
+    message_bytes: MessageBytes = 0
+
+    def __post_init__(self) -> None:
+        for name in TIMES + MEMORY:
+            value = getattr(self, name)
+            if value is not None or name != "full_backward":
+                object.__setattr__(self, name, _checked(name, value, signed=name in MEMORY))
+        check_transfer(self.transfer)
+        check_message_bytes(self.message_bytes)
+        for name in ("transfer", "message_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+
+    def table(self, plan: Plan) -> CostTable:
+        """The costs of every stage of a plan."""
+        column = {
+            name: _by_stage(name, getattr(self, name), plan)
+            for name in TIMES + MEMORY
+            if getattr(self, name) is not None
+        }
+        both = _sums(column["backward_input"], column["backward_weight"])
+        return CostTable(
+            time={
+                Op.FORWARD: column["forward"],
+                Op.BACKWARD_INPUT: column["backward_input"],
+                Op.BACKWARD_WEIGHT: column["backward_weight"],
+                Op.FULL_BACKWARD: column.get("full_backward", both),
+            },
+            memory={
+                Op.FORWARD: column["memory_forward"],
+                Op.BACKWARD_INPUT: column["memory_backward_input"],
+                Op.BACKWARD_WEIGHT: column["memory_backward_weight"],
+                Op.FULL_BACKWARD: _sums(column["memory_backward_input"], column["memory_backward_weight"]),
+            },
+        )
+
+    def message_time(self, placement: Placement, op: Op, stage: int, other: int) -> float:
+        """How long a SEND_F or SEND_B takes from a stage to another one; a gradient has the size of its activation."""
+        ranks = placement.rank_of[stage], placement.rank_of[other]
+        edge = (stage, other) if op is Op.SEND_F else (other, stage)
+        return message_time(self.transfer, self.message_bytes, ranks, edge)
+
+
+def _checked(name: str, value: object, *, signed: bool) -> PerStage:
+    """The value with its numbers checked, in a form of its own: the caller may change theirs."""
+    if isinstance(value, Mapping):
+        wrong = [stage for stage in value if not isinstance(stage, int)]
+        if wrong:
+            raise PlanError(f"{name} has the key {wrong[0]!r}: its keys are the numbers of stages, 0, 1, 2...")
+        return {stage: amount(f"{name}[{stage}]", each, signed=signed) for stage, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(amount(f"{name}[{stage}]", each, signed=signed) for stage, each in enumerate(value))
+    if not isinstance(value, Real):
+        raise PlanError(
+            f"{name}={value!r}: give a number for a rank's work on one microbatch, a list with one for each stage, "
+            "or a dict from stage to number."
+        )
+    return amount(name, value, signed=signed)
+
+
+def _by_stage(name: str, value: PerStage, plan: Plan) -> tuple[float, ...]:
+    if isinstance(value, float):
+        held = [len(stages) for stages in plan.placement.stages_of]
+        return tuple(value / held[rank] for rank in plan.placement.rank_of)
+    assert not isinstance(value, int)  # made a float when the costs were checked
+    given = value if isinstance(value, Mapping) else dict(enumerate(value))
+    where = f"the plan '{plan.name}' has stages 0 to {plan.stages - 1}"
+    missing = [stage for stage in range(plan.stages) if stage not in given]
+    if missing:
+        raise PlanError(f"{name} has no value for stage {missing[0]}: {where}; give one for each.")
+    unknown = sorted(stage for stage in given if not 0 <= stage < plan.stages)
+    if unknown:
+        raise PlanError(f"{name} has a value for stage {unknown[0]}, but {where}; remove it.")
+    return tuple(given[stage] for stage in range(plan.stages))
+
+
+def _sums(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one + other for one, other in zip(first, second, strict=True))

@@ -1,0 +1,128 @@
+"""When every computation of a plan starts and ends, if each takes what it costs.
+
+A rank runs its actions in order. A computation starts when its rank is free and the values of other ranks have arrived.
+A message leaves at the end of the computation that makes it or, in a plan with transfers, at the turn of its send, and
+travels while both ranks go on. Receives are taken to be posted in time. Transfers, sharding and reductions take no time
+of a rank, but the sum of a tie waits for the last of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import PlanError
+from .action import SENDS, Action, Op
+from .collector import collector_paused
+from .costs import Costs
+from .messages import Message, Messages
+from .plan import Plan
+from .record import Record, Wait
+from .report import Report
+from .rules import GIVES
+from .walk import Walk
+
+
+@collector_paused
+def simulate(plan: Plan, costs: Costs | None = None) -> Report:
+    """Run a plan on paper. Without costs F, I and W take 1 each for a rank's stages together, and messages nothing.
+
+    >>> plan = Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})
+    >>> report = simulate(plan, Costs(forward=2, backward_input=2, backward_weight=1, transfer=0.5))
+    >>> report.makespan, report.bubble_rate
+    (11.0, 0.5454545454545454)
+    >>> [(span.action, span.start, span.end) for span in report.timeline]
+    [(0F0, 0.0, 2.0), (0B0, 8.0, 11.0), (1F0, 2.5, 4.5), (1B0, 4.5, 7.5)]
+    """
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise PlanError(f"costs={costs!r}: give Costs, as in simulate(plan, Costs(forward=18.5, transfer=0.6)).")
+    walk = Walk(plan)
+    clock = _Clock(plan, costs)
+    handlers = clock.handlers
+    for rank, action in walk:
+        handlers[action.op](rank, action)
+    if walk.stuck:
+        rank, step = next(iter(walk.stuck.items()))
+        raise PlanError(
+            f"The plan '{plan.name}' cannot run past {plan.actions[rank][step]} on rank {rank} (step {step}). "
+            "plan.validate() tells why."
+        )
+    return Report(plan, costs, clock.record)
+
+
+class _Work(NamedTuple):
+    """One of the computations of a stage."""
+
+    time: float
+    needed: tuple[tuple[int, Wait], ...]
+    made: tuple[Message, ...]
+
+
+class _Clock:
+    """The time on every rank, and when each message arrives.
+
+    What a computation needs of its own rank is there once the rank is free, so only messages are looked up.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.plan = plan
+        self.record = Record()
+        self.free = [0.0] * len(plan.actions)  # when each rank has done all before
+        self.last = [-1] * len(plan.actions)  # the computation whose end that is
+        ops = {leaf.op for row in plan.actions for action in row if action for leaf in action.parts or (action,)}
+        self.messages = Messages(plan, costs, backward=bool(ops & {Op.BACKWARD_INPUT, Op.FULL_BACKWARD}))
+        self.arrivals = [0.0] * len(self.messages)
+        self.makers = [-1] * len(self.messages)  # the computation at whose end a message left
+        for first, travel in self.messages.inputs:
+            self.arrivals[first : first + plan.microbatches] = [travel] * plan.microbatches
+        table = costs.table(plan)
+        self.work = {
+            op: [
+                _Work(table.time[op][stage], self.messages.needed(op, stage), self.messages.made(op, stage))
+                for stage in range(plan.stages)
+            ]
+            for op in ops & GIVES.keys()
+        }
+        self.handlers: dict[Op, Callable[[int, Action], None]] = dict.fromkeys(Op, _takes_no_time)
+        self.handlers |= dict.fromkeys((*GIVES, Op.OVERLAP_F_B), self._compute)
+        self.handlers |= dict.fromkeys(SENDS, self._send)
+        self.handlers[Op.REDUCE_TIES] = self._meet
+
+    def _compute(self, rank: int, action: Action) -> None:
+        """A computation; the parts of an overlap run one after the other, and what they make leaves at its end."""
+        start, before, wait = self.free[rank], self.last[rank], Wait.RANK
+        end, number = 0.0, len(self.record.actions)
+        leaves = action.parts or (action,)
+        for stage, op, microbatch, _, _ in leaves:
+            time, needed, _ = self.work[op][stage]
+            end += time
+            for message, reason in needed:
+                arrival = self.arrivals[message + microbatch]  # type: ignore[operator]
+                if arrival > start:
+                    start, before, wait = arrival, self.makers[message + microbatch], reason  # type: ignore[operator]
+        end += start
+        for stage, op, microbatch, _, _ in leaves:
+            for message, travel in self.work[op][stage].made:
+                self.arrivals[message + microbatch] = end + travel  # type: ignore[operator]
+                self.makers[message + microbatch] = number  # type: ignore[operator]
+        self.free[rank], self.last[rank] = end, number
+        self.record.add(rank, action, start, end, before, wait)
+
+    def _send(self, rank: int, action: Action) -> None:
+        first, travel = self.messages.by_ends[action.op, action.stage, action.other_stage]
+        message = first + action.microbatch  # type: ignore[operator]
+        self.arrivals[message] = self.free[rank] + travel
+        self.makers[message] = self.last[rank]
+
+    def _meet(self, rank: int, action: Action) -> None:
+        """The sum of a tie: no rank of it goes on before the last has come; that all are there is the walk's doing."""
+        ranks = {self.plan.placement.rank_of[stage] for stage in self.plan.dataflow.ties[action.microbatch or 0]}
+        latest = max(sorted(ranks), key=self.free.__getitem__)
+        for each in ranks:
+            if self.free[each] < self.free[latest]:
+                self.free[each], self.last[each] = self.free[latest], self.last[latest]
+
+
+def _takes_no_time(rank: int, action: Action) -> None:
+    """Receives, and the sharding and reduction of parameters."""
