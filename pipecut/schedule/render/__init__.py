@@ -1,0 +1,10 @@
+"""Pictures of a plan, a timeline or a simulation's report: text, SVG, HTML, and a trace for Chrome and Perfetto."""
+
+from __future__ import annotations
+
+from .gantt import text
+from .html_page import html
+from .svg_picture import svg
+from .trace_file import chrome_trace
+
+__all__ = ["chrome_trace", "html", "svg", "text"]

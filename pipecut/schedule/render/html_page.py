@@ -1,0 +1,176 @@
+"""A timeline as one HTML page with hover and zoom, which needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+
+from ..action import TRANSFERS, Action, Op
+from ..output import FilePath, saved
+from .gantt import text
+from .html_script import SCRIPT
+from .palette import HUE, LETTER, NAMES, TILE, is_neutral, look
+from .rows import Chart, Sources, axis_name, charts, whole_time
+from .svg_frame import hatches, legend
+
+BACK, FRONT, FOOT = 0, 1, 2  # the tracks of a lane, as in the script
+DIGITS = 7  # of the whole time, in which times are kept
+LEGEND_WIDTH = 1000
+WITHOUT_SCRIPT = 110  # characters a line
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+KEYS_TOLD = (
+    "Wheel or + and − zoom, drag or ← and → move, 0 shows all. N and P step through the actions of a rank, "
+    "J and K through the ranks, Esc ends that."
+)
+STYLE = """
+:root{color-scheme:light dark;--ground:#fff;--ink:#000;--quiet:#555;--panel:#f4f4f4;--line:#bbb}
+@media (prefers-color-scheme:dark){
+:root{--ground:#16181c;--ink:#eee;--quiet:#aaa;--panel:#25282e;--line:#555}}
+body{margin:12px 16px;background:var(--ground);color:var(--ink);font:14px/1.4 Helvetica,Arial,'DejaVu Sans',sans-serif}
+h1{font-size:16px;margin:10px 0 4px}h1 span{font-weight:normal}
+canvas{display:block;width:100%;cursor:grab;touch-action:pan-y}canvas.held{cursor:grabbing}
+canvas:focus-visible{outline:2px solid #0072b2;outline-offset:2px}
+nav{display:flex;flex-wrap:wrap;gap:6px;align-items:center}nav p{margin:0 0 0 8px;color:var(--quiet);font-size:12px}
+button{min-width:34px;min-height:30px;border:1px solid var(--line);border-radius:4px;background:var(--panel);
+color:var(--ink);font:inherit;cursor:pointer}
+#tip{position:fixed;z-index:2;padding:6px 9px;border:1px solid var(--line);border-radius:4px;background:var(--panel);
+color:var(--ink);white-space:pre;pointer-events:none;font-size:12px;box-shadow:0 2px 8px #0004}
+#tip[hidden]{display:none}
+svg{display:block;max-width:1000px;font:12px Helvetica,Arial,'DejaVu Sans',sans-serif}
+.l{fill:currentColor}.b{stroke:#222;stroke-width:.5}.note{color:var(--quiet);font-size:12px}
+@media print{
+:root{--ground:#fff;--ink:#000;--quiet:#333;color-scheme:light}nav,#tip{display:none}body{margin:0}
+canvas{width:100%!important;height:auto!important}section{break-inside:avoid}
+*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
+"""
+
+
+def html(source: Sources, path: FilePath | None = None) -> str:
+    """The HTML page of a plan, a timeline or a simulation's report; several in a list share one time scale.
+
+    The page needs no network. Hover tells all about an action; the wheel, the buttons or + and - zoom, dragging or the
+    arrows move, 0 shows all; N, P, J and K step through the actions. It follows the reader's light or dark setting, and
+    prints in light. `path` is the file to write.
+
+    >>> from pipecut.schedule.plan import Plan
+    >>> page = html(Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}, name="two"))
+    >>> page[:15], "<title>two</title>" in page
+    ('<!DOCTYPE html>', True)
+    """
+    drawn = charts(source)
+    data = json.dumps(_data(drawn), separators=(",", ":")).replace("<", "\\u003c")
+    names = " and ".join(chart.name for chart in drawn)
+    entries, height = legend(drawn, 0, 0, LEGEND_WIDTH)
+    patterns = hatches(drawn[0].chunks)
+    page = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(names)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+        "<nav>"
+        + _button("out", "−", "Zoom out (-)")
+        + _button("in", "+", "Zoom in (+)")
+        + _button("left", "←", "Earlier (left arrow)")
+        + _button("right", "→", "Later (right arrow)")
+        + _button("whole", "Whole", "Show all (0)")
+        + f"<p>{KEYS_TOLD}</p></nav>",
+        *map(_section, drawn),
+        f'<svg viewBox="0 0 {LEGEND_WIDTH} {height:g}" role="img" aria-label="Legend">',
+        patterns + "".join(entries) + "</svg>",
+        '<p class="note">Actions too narrow to be seen share columns, in which each kind has a band as high as its',
+        "share of the time; zoom in to see them.</p>",
+        '<div id="tip" role="status" aria-live="polite" hidden></div>',
+        f"<noscript><pre>{escape(text(source, width=WITHOUT_SCRIPT))}</pre></noscript>",
+        f'<script type="application/json" id="data">{data}</script>',
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
+    ]
+    return saved("\n".join(page), path)
+
+
+def _button(identity: str, shown: str, told: str) -> str:
+    return f'<button id="{identity}" type="button" title="{told}" aria-label="{told}">{shown}</button>'
+
+
+def _section(chart: Chart) -> str:
+    told = escape(f"{chart.name}: {len(chart.rows)} ranks, {chart.facts}", quote=True)
+    return (
+        f"<section><h1>{escape(chart.name)} <span>— {escape(chart.facts)}</span></h1>"
+        f'<div><canvas tabindex="0" role="img" aria-label="{told}. {KEYS_TOLD}"></canvas></div></section>'
+    )
+
+
+def _data(drawn: Sequence[Chart]) -> dict[str, object]:
+    """All that the script draws."""
+    extent = whole_time(drawn)
+    chunks = drawn[0].chunks
+    keys = [(op, chunk) for op in NAMES for chunk in range(chunks if op in HUE else 1)]
+    places = {key: place for place, key in enumerate(keys)}
+    digits = DIGITS - math.ceil(math.log10(extent))
+    return {
+        "axis": axis_name(drawn[0].unit),
+        "unit": drawn[0].unit,
+        "extent": extent,
+        "tile": TILE,
+        "looks": [look(op, chunk, chunks)._asdict() for op, chunk in keys],
+        "charts": [_chart(chart, places, digits) for chart in drawn],
+    }
+
+
+def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict[str, object]:
+    """The kinds of action, and for each row a run of numbers: gap, time, kind and a microbatch for each part."""
+    kinds: dict[tuple[object, ...], int] = {}
+    told: list[dict[str, object]] = []
+    rows = []
+    for rank, row in enumerate(chart.rows):
+        numbers: list[float | int] = []
+        reached = 0.0  # the end of the last span as the script will have it, so that rounding does not add up
+        for _, action, start, end in row:
+            key = (rank, *((leaf.op, leaf.stage, leaf.peer) for leaf in action.leaves), action.op)
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                told.append(_kind(chart, rank, action, places))
+            gap = _short(start - reached, digits)
+            time = _short(end - reached - gap, digits)
+            reached += gap
+            reached += time
+            microbatches = (-1 if leaf.microbatch is None else leaf.microbatch for leaf in action.leaves)
+            numbers += (gap, time, kinds[key], *microbatches)
+        rows.append(numbers)
+    return {"kinds": told, "rows": rows}
+
+
+def _kind(chart: Chart, rank: int, action: Action, places: dict[tuple[Op, int], int]) -> dict[str, object]:
+    told: dict[str, object] = {
+        "name": NAMES[action.op],
+        "track": BACK if is_neutral(action.op) else FOOT if action.op in TRANSFERS else FRONT,
+        "parts": [_part(chart, rank, leaf, places) for leaf in action.leaves],
+    }
+    if action.parts:
+        told["overlap"] = action.op
+    if is_neutral(action.op):
+        told["letter"] = LETTER[action.op]
+    if action.op is Op.REDUCE_TIES:
+        told["numbered"] = "tie"
+    return told
+
+
+def _part(chart: Chart, rank: int, leaf: Action, places: dict[tuple[Op, int], int]) -> dict[str, object]:
+    chunk = chart.chunk_of.get((rank, leaf.stage), 0) if leaf.op in HUE else 0
+    bare = repr(leaf._replace(microbatch=None))
+    part: dict[str, object] = {
+        "op": leaf.op,
+        "stage": leaf.stage,
+        "peer": bare[len(f"{leaf.stage}{leaf.op}") :],  # as in the action's text
+        "look": places[leaf.op, chunk],
+    }
+    if leaf.op in TRANSFERS:
+        part["to"] = leaf.other_stage
+    return part
+
+
+def _short(value: float, digits: int) -> float | int:
+    """A number as few characters: rounded, and whole where it is."""
+    rounded = round(value, digits)
+    return int(rounded) if rounded == int(rounded) else rounded

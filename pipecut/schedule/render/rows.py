@@ -1,0 +1,181 @@
+"""What every renderer draws: plans, timelines and reports as rows of spans on one clock that starts at 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Protocol
+
+from ...errors import PlanError
+from ..action import COMPUTE, Op
+from ..lower import add_bubbles
+from ..plan import Plan
+from ..timeline import Span, Timeline
+
+STEPS = "steps"
+# How many microseconds a unit is. A time without a unit, and a step of a plan, is taken for a millisecond.
+MICROSECONDS = {"": 1e3, STEPS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+RELATIVE = ("", STEPS)
+FARTHEST, MOMENT = 1e300, 1e-100  # times with which one can reckon
+# What XML and UTF-8 cannot hold, and what would break a line.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
+
+
+class HasTimeline(Protocol):
+    """What a simulation reports; `bubble_rate` and `makespan` are shown if it has them."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened when."""
+        ...
+
+
+Source = Plan | Timeline | HasTimeline
+Sources = Source | Sequence[Source]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One source, ready to be drawn."""
+
+    name: str
+    rows: tuple[tuple[Span, ...], ...] = field(repr=False)  # of each rank, by start
+    unit: str
+    extent: float  # when the last span ends
+    facts: str  # makespan and, if known, bubble rate
+    chunk_of: dict[tuple[int, int], int] = field(repr=False)  # (rank, stage) -> which of the rank's stages it is
+    chunks: int  # the most stages that a rank has, in this chart or one beside it
+
+
+def charts(source: Sources) -> tuple[Chart, ...]:
+    """The sources, one or several, on one time scale."""
+    given = list(source) if isinstance(source, list | tuple) else [source]
+    if not given:
+        raise PlanError(
+            "There is nothing to draw: the list is empty. Give a Plan, a Timeline or a simulation's report."
+        )
+    timelines = [_timeline(each) for each in given]
+    unit = _common_unit([timeline.unit for timeline in timelines])
+    names: list[str] = []
+    for timeline in timelines:
+        name = printable(timeline.name)
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    drawn = [_chart(each, timeline, name, unit) for each, timeline, name in zip(given, timelines, names, strict=True)]
+    chunks = max(chart.chunks for chart in drawn)
+    return tuple(replace(chart, chunks=chunks) for chart in drawn)
+
+
+def whole_time(drawn: Sequence[Chart]) -> float:
+    """The time that a picture covers; 1 where all is over in a moment, so that there is a scale."""
+    extent = max(chart.extent for chart in drawn)
+    return extent if extent > MOMENT else 1.0
+
+
+def microseconds(unit: str) -> float:
+    """How many microseconds one unit of a timeline is."""
+    if unit not in MICROSECONDS:
+        known = ", ".join(f"'{each}'" for each in MICROSECONDS)
+        raise PlanError(f"The unit '{printable(unit)}' of a timeline is not known: use one of {known}.")
+    return MICROSECONDS[unit]
+
+
+def printable(text: str) -> str:
+    """Text on one line, in characters that every file can hold."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def number(value: float) -> str:
+    """A time in a few characters.
+
+    >>> number(12.0), number(1 / 3)
+    ('12', '0.333333')
+    """
+    return f"{value:.6g}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """A time and its unit, if it has one."""
+    return f"{number(value)} {unit}".rstrip()
+
+
+def axis_name(unit: str) -> str:
+    """What a time axis is called."""
+    return unit if unit == STEPS else f"time ({unit or 'relative'})"
+
+
+def _timeline(source: object) -> Timeline:
+    """The timeline of a source, its spans known to be sound."""
+    timeline = getattr(source, "timeline", source)
+    if isinstance(timeline, Plan):
+        timeline = _one_step_each(timeline)
+    if not isinstance(timeline, Timeline):
+        raise PlanError(f"{source!r:.80} cannot be drawn: give a Plan, a Timeline or a simulation's report.")
+    if not timeline.spans:
+        raise PlanError(
+            f"'{printable(timeline.name)}' has nothing to draw: it has no spans. Give a plan or a timeline with at "
+            "least one action."
+        )
+    for rank, action, start, end in timeline.spans:
+        if not (-FARTHEST < start <= end < FARTHEST and 0 <= rank < timeline.ranks):
+            raise PlanError(
+                f"'{printable(timeline.name)}' cannot be drawn: {action} is on rank {rank} of {timeline.ranks} "
+                f"from {start} to {end}. A span needs a rank below the number of ranks, and two finite times, the "
+                "start no later than the end."
+            )
+    return timeline
+
+
+def _one_step_each(plan: Plan) -> Timeline:
+    rows = add_bubbles(plan).actions if any(plan.actions) else ()
+    spans = (
+        Span(rank, action, float(step), step + 1.0)
+        for rank, row in enumerate(rows)
+        for step, action in enumerate(row)
+        if action is not None
+    )
+    return Timeline(plan.name, max(plan.ranks, len(rows)), tuple(spans), STEPS)
+
+
+def _common_unit(units: Sequence[str]) -> str:
+    """The one unit of all; where they differ, the first that is a real one."""
+    if len(set(units)) == 1:
+        return units[0]
+    return next((unit for unit in units if unit not in RELATIVE), "")
+
+
+def _chart(source: object, timeline: Timeline, name: str, unit: str) -> Chart:
+    factor = 1.0 if timeline.unit == unit else microseconds(timeline.unit) / microseconds(unit)
+    first = timeline.start
+    rows = tuple(
+        tuple(
+            Span(rank, action, (start - first) * factor, (end - first) * factor)
+            for rank, action, start, end in sorted(row, key=attrgetter("start"))
+        )
+        for row in timeline.by_rank
+    )
+    extent = max(span.end for row in rows for span in row)
+    makespan = getattr(source, "makespan", None)
+    facts = [f"makespan {with_unit(extent if makespan is None else makespan * factor, unit)}"]
+    bubble_rate = getattr(source, "bubble_rate", None)
+    if bubble_rate is not None:
+        facts.append(f"bubble rate {bubble_rate:.2%}")
+    if timeline.unit in RELATIVE and timeline.unit != unit:
+        facts.append(f"{timeline.unit or 'relative times'}, 1 drawn as {with_unit(factor, unit)}")
+    told = printable(", ".join(facts))
+    chunk_of = _chunk_of(rows)
+    return Chart(name, rows, printable(unit), extent, told, chunk_of, max(chunk_of.values(), default=0) + 1)
+
+
+def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for rank, row in enumerate(rows):
+        stages: set[int] = set()
+        for _, action, _, _ in row:
+            if action.op is Op.OVERLAP_F_B:
+                stages.update(part.stage for part in action.parts)
+            elif action.op in COMPUTE:
+                stages.add(action.stage)
+        found.update({(rank, stage): chunk for chunk, stage in enumerate(sorted(stages))})
+    return found
