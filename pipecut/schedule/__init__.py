@@ -1,0 +1,47 @@
+"""When things run: plans made from whole numbers, without torch; printed, proven, simulated, drawn and executed.
+
+>>> plan = plan_for("1F1B", ranks=2, microbatches=2)
+>>> print(plan.grid())
+rank 0 │ 0F0 0F1 ·   0B0 ·   0B1
+rank 1 │ ·   1F0 1B0 1F1 1B1 ·
+>>> report = simulate(plan.validate(), Costs(forward=1, backward_input=1, backward_weight=1))
+>>> report.makespan, round(report.bubble_rate_makespan, 3)
+(9.0, 0.333)
+"""
+
+from . import lower, render
+from .action import Action, Op, overlap, parse_action, transfer
+from .costs import Costs
+from .link import Link
+from .placement import Placement
+from .plan import Plan
+from .registry import plan_for, schedule_names
+from .report import Report
+from .rules import Dataflow, dependencies
+from .simulate import simulate
+from .timeline import Span, Timeline
+from .validate import Fault, find_faults
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Dataflow",
+    "Fault",
+    "Link",
+    "Op",
+    "Placement",
+    "Plan",
+    "Report",
+    "Span",
+    "Timeline",
+    "dependencies",
+    "find_faults",
+    "lower",
+    "overlap",
+    "parse_action",
+    "plan_for",
+    "render",
+    "schedule_names",
+    "simulate",
+    "transfer",
+]
