@@ -8,9 +8,9 @@ import warnings
 
 import torch
 
-from . import cutting, running
+from . import cutting, planning, running
 
-BENCHMARKS = {"cutting": cutting.run, "running": running.run}
+BENCHMARKS = {"cutting": cutting.run, "running": running.run, "planning": planning.run}
 
 
 def main() -> None:

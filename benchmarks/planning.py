@@ -1,0 +1,89 @@
+"""How long a big plan takes to make, lower and prove, beside the peer's; how long a huge one takes to simulate."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from pipecut.schedule import Costs, Plan, plan_for, simulate
+
+from .measure import Goal, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
+
+SCHEDULE, CHUNKS, MAX_HELD = "Interleaved1F1B", 2, 3
+SMALL, BIG = (8, 64), (64, 512)  # ranks, microbatches
+HUGE = (64, 7813)  # 1F1B, a million computations
+OURS, PEER = "pipecut", "peer"
+MEGABYTE = 1024 * 1024
+# ru_maxrss is in kilobytes on Linux and in bytes on macOS.
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def run(rounds: int) -> None:
+    """Measure both sides and print the table and the goals."""
+    sizes = {f"{ranks} ranks x {microbatches}": (ranks, microbatches) for ranks, microbatches in (SMALL, BIG)}
+    sides: dict[tuple[str, str], Callable[[], float]] = {}
+    for text, size in sizes.items():
+        sides[text, OURS] = functools.partial(_time, size, _ours)
+        sides[text, PEER] = functools.partial(_time, size, _peers)
+    times = in_turn(sides, min(rounds, 3), "planning")
+    each = {key: [time / _actions(sizes[key[0]]) for time in taken] for key, taken in times.items()}
+    show_table(
+        f"{SCHEDULE}, {CHUNKS} chunks: generate + lower + prove; the peer constructs its schedule (CPU time, medians)",
+        ["ranks x microbatches", "computations", "pipecut, ms", "peer, ms", "pipecut, us each", "peer, us each"],
+        [
+            [
+                text,
+                f"{_actions(size):,}",
+                *(milliseconds(times[text, side]) for side in (OURS, PEER)),
+                *(f"{1e6 * statistics.median(each[text, side]):.2f}" for side in (OURS, PEER)),
+            ]
+            for text, size in sizes.items()
+        ],
+    )
+    small, big = sizes
+    huge = plan_for("1F1B", ranks=HUGE[0], microbatches=HUGE[1])
+    simulating = seconds(lambda: simulate(huge, Costs()))
+    show_goals(
+        [
+            Goal("big plan, of the peer's time", median_ratio(times[big, OURS], times[big, PEER]), 1 / 20),
+            Goal("a computation of the big plan, of one of the small", median_ratio(each[big, OURS], each[small, OURS]), 1.5),
+            Goal("peak memory of the process that plans the big one, MB", _peak_memory(), 1000),
+            Goal(f"simulating {sum(map(len, huge.actions)):,} computations, seconds", simulating, 30),
+        ]
+    )
+
+
+def _actions(size: tuple[int, int]) -> int:
+    return size[0] * size[1] * CHUNKS * 2
+
+
+def _time(size: tuple[int, int], make: Callable[[int, int], object]) -> float:
+    # A small plan takes milliseconds, so it is made several times.
+    repeats = max(1, 20_000 // _actions(size))
+    return seconds(lambda: [make(*size) for _ in range(repeats)]) / repeats
+
+
+def _ours(ranks: int, microbatches: int) -> Plan:
+    plan = plan_for(SCHEDULE, ranks=ranks, chunks=CHUNKS, microbatches=microbatches)
+    return plan.lower(max_held=MAX_HELD).validate()
+
+
+def _peers(ranks: int, microbatches: int) -> object:
+    return get_schedule_ops(SCHEDULE, ranks, microbatches, CHUNKS, with_comms=True)
+
+
+def _peak_memory() -> float:
+    """Of a process of its own, which imports no torch."""
+    ranks, microbatches = BIG
+    code = (
+        "import resource; from pipecut.schedule import plan_for; "
+        f"plan_for({SCHEDULE!r}, ranks={ranks}, chunks={CHUNKS}, microbatches={microbatches})"
+        f".lower(max_held={MAX_HELD}).validate(); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return int(printed) * RSS_UNIT / MEGABYTE
