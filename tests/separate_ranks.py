@@ -29,7 +29,7 @@ class SeparateRanks:
 
     def __init__(self, pipe: Pipe, call: Call) -> None:
         self.pipe = pipe
-        self.roots = bind_inputs(pipe.traced, *call)
+        self.roots = bind_inputs(pipe.traced.call, *call)
         self.sizes = pipe.sizes(*call[0], **call[1])
         self.edges = {(edge.target, edge.value): edge for edge in pipe.edges}
         # The first rank sends the model's inputs on before it runs.

@@ -68,7 +68,7 @@ class _Freezer:
         return TracedModel(
             steps=steps,
             root=root,
-            inputs=self._inputs(input_steps),
+            inputs=self._inputs(input_steps, steps),
             signature=self.example.signature,
             output=output,
             dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
@@ -257,11 +257,11 @@ class _Freezer:
             assigned_buffers={name: self.index[seen.node] for name, seen in span.assigned_buffers.items()},
         )
 
-    def _inputs(self, steps: list[int]) -> tuple[TracedInput, ...]:
+    def _inputs(self, input_steps: list[int], steps: tuple[Step, ...]) -> tuple[TracedInput, ...]:
         order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
-        step_of = dict(zip(order, steps, strict=True))
+        step_of = dict(zip(order, input_steps, strict=True))
         return tuple(
-            TracedInput(path, _identifier(path), step_of[nth])
+            TracedInput(path, _identifier(path), step_of[nth], spec=steps[step_of[nth]].spec)
             if nth in step_of
             else TracedInput(path, _identifier(path), None, value)
             for path, nth, value in self.example.named

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import InputError
 from .structure import Atom, Structure, flatten, unflatten
-from .traced import PLAIN_TYPES, Condition, TracedInput, TracedModel
+from .traced import PLAIN_TYPES, Condition, TracedCall, TracedInput
 
 
 @dataclass(frozen=True)
@@ -86,28 +86,27 @@ def _pretty(path: tuple[str, ...]) -> str:
     return first[2:-2] + "".join(rest)
 
 
-def bind_inputs(traced: TracedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
     """The tensors of a call by the step that they are the value of; what the trace cannot take is an error."""
-    model_name = type(traced.model).__name__
-    leaves, structure = flatten(_bind(traced.signature, model_name, args, kwargs))
+    model_name = call.model_name
+    leaves, structure = flatten(_bind(call.signature, model_name, args, kwargs))
     given = dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
-    faults = _structure_faults(traced, given)
-    for entry in traced.inputs:
+    faults = _structure_faults(call, given)
+    for entry in call.inputs:
         if entry.path in given:
-            faults += _leaf_faults(traced, entry, given[entry.path])
-    faults = faults or _size_faults(traced, given)
+            faults += _leaf_faults(entry, given[entry.path])
+    faults = faults or _size_faults(call, given)
     if faults:
         raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
-    return {entry.step: given[entry.path] for entry in traced.inputs if entry.step is not None}
+    return {entry.step: given[entry.path] for entry in call.inputs if entry.step is not None}
 
 
-def _size_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
+def _size_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
     """Sizes that are one symbol in the trace, and differ in this call."""
     faults = []
     first: dict[sympy.Basic, tuple[str, int]] = {}
-    for entry in traced.inputs:
-        spec = None if entry.step is None else traced.steps[entry.step].spec
-        for dim, expected in enumerate(spec.shape if spec is not None else ()):
+    for entry in call.inputs:
+        for dim, expected in enumerate(entry.spec.shape if entry.spec is not None else ()):
             if isinstance(expected, int):
                 continue
             size, place = given[entry.path].shape[dim], f"{entry.path} (dim {dim})"
@@ -118,7 +117,7 @@ def _size_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
                 others = " and ".join(f"{first[symbol][0]} has {first[symbol][1]}" for symbol in known)
                 faults.append(f"{place} has size {size}, and {others}; in the trace it is {expected}, for both")
     sizes = {symbol: size for symbol, (_, size) in first.items()}
-    return faults or [_broken(condition, sizes) for condition in traced.conditions if not _holds(condition, sizes)]
+    return faults or [_broken(condition, sizes) for condition in call.conditions if not _holds(condition, sizes)]
 
 
 def _holds(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> bool:
@@ -134,8 +133,8 @@ def _broken(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> str:
     )
 
 
-def _structure_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str]:
-    expected = {entry.path for entry in traced.inputs}
+def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
+    expected = {entry.path for entry in call.inputs}
     missing = [f"{path} was part of the example inputs and is missing" for path in expected - given.keys()]
     extra = [
         f"{path} was not part of the example inputs: call pipeline() with an example that has it"
@@ -144,7 +143,7 @@ def _structure_faults(traced: TracedModel, given: Mapping[str, Any]) -> list[str
     return sorted(missing) + sorted(extra)
 
 
-def _leaf_faults(traced: TracedModel, entry: TracedInput, value: Any) -> list[str]:
+def _leaf_faults(entry: TracedInput, value: Any) -> list[str]:
     retrace = f"call pipeline() with an example in which {entry.path} is like this"
     if entry.step is None:
         if _same_value(entry.constant, value):
@@ -155,12 +154,11 @@ def _leaf_faults(traced: TracedModel, entry: TracedInput, value: Any) -> list[st
         ]
     if not isinstance(value, torch.Tensor):
         return [f"{entry.path} was a tensor when the model was traced; got {_brief(value)}: {retrace}"]
-    return _tensor_faults(traced, entry, value)
+    return _tensor_faults(entry, value)
 
 
-def _tensor_faults(traced: TracedModel, entry: TracedInput, value: torch.Tensor) -> list[str]:
-    assert entry.step is not None
-    spec = traced.steps[entry.step].spec
+def _tensor_faults(entry: TracedInput, value: torch.Tensor) -> list[str]:
+    spec = entry.spec
     assert spec is not None
     if value.dim() != len(spec.shape):
         return [f"{entry.path} has {value.dim()} dims {list(value.shape)}; the trace has {len(spec.shape)}: {spec}"]

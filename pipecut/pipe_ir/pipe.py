@@ -16,7 +16,7 @@ from .inputs import bind_inputs
 from .show import describe, readable
 from .spec import TensorSpec
 from .symbols import sizes_of
-from .traced import TracedModel
+from .traced import TracedCall, TracedModel
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class PipeInfo:
     edges: tuple[Edge, ...]
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
+    call: TracedCall
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -107,7 +108,14 @@ class Pipe:
 
     def info(self) -> PipeInfo:
         """What is known of the stages and edges, without the modules."""
-        return PipeInfo(self.num_stages, self.stage_infos, self.edges, self.tied_parameters, self.unused_parameters)
+        return PipeInfo(
+            self.num_stages,
+            self.stage_infos,
+            self.edges,
+            self.tied_parameters,
+            self.unused_parameters,
+            self.traced.call,
+        )
 
     def to(self, device: torch.device | str) -> Pipe:
         """Move all stages to a device, in place."""
@@ -127,10 +135,10 @@ class Pipe:
 
     def sizes(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """The symbolic dims' sizes in a call with these arguments; `TensorSpec.bind` takes them."""
-        return sizes_of(self.traced.dims, bind_inputs(self.traced, args, kwargs))
+        return sizes_of(self.traced.dims, bind_inputs(self.traced.call, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values: dict[int, Any] = dict(bind_inputs(self.traced, args, kwargs))
+        values: dict[int, Any] = dict(bind_inputs(self.traced.call, args, kwargs))
         result: Any = None
         for info, stage in zip(self.stage_infos, self.stages, strict=True):
             result = stage(*(values[index] for index in info.inputs))

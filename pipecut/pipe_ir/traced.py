@@ -185,6 +185,7 @@ class TracedInput:
     name: str
     step: int | None
     constant: Any = None
+    spec: TensorSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,17 @@ class Condition:
         if isinstance(self.holds, sympy.core.relational.Relational):
             return f"{self.holds.lhs} {self.holds.rel_op} {self.holds.rhs}"
         return str(self.holds)
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """How a traced model is called, without the model: its signature, its inputs, and what holds of their sizes."""
+
+    model_name: str
+    signature: inspect.Signature
+    inputs: tuple[TracedInput, ...]
+    dims: Mapping[sympy.Symbol, tuple[int, int]]
+    conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +243,11 @@ class TracedModel:
     mode_readers: frozenset[str] = frozenset()
     assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     forgotten: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def call(self) -> TracedCall:
+        """How the model is called."""
+        return TracedCall(type(self.model).__name__, self.signature, self.inputs, self.dims, self.conditions)
 
     def spans(self, kind: SpanKind | None = None) -> Iterator[Span]:
         """All spans, or those of one kind, in the order in which they begin."""

@@ -161,7 +161,7 @@ class Apart:
 
     def run(self, case: Case, arguments: Arguments) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """The output of the last stage, and the gradients as `gradients_of` gives them."""
-        given = bind_inputs(self.pipe.traced, *arguments)
+        given = bind_inputs(self.pipe.traced.call, *arguments)
         sent: dict[tuple[int, int], torch.Tensor] = {}
         received: list[dict[int, torch.Tensor]] = []
         output: Any = None
