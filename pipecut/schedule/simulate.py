@@ -42,12 +42,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Report:
     handlers = clock.handlers
     for rank, action in walk:
         handlers[action.op](rank, action)
-    if walk.stuck:
-        rank, step = next(iter(walk.stuck.items()))
-        raise PlanError(
-            f"The plan '{plan.name}' cannot run past {plan.actions[rank][step]} on rank {rank} (step {step}). "
-            "plan.validate() tells why."
-        )
+    walk.check_finished()
     return Report(plan, costs, clock.record)
 
 

@@ -40,6 +40,19 @@ class Walk:
         rows = self.plan.actions
         return {rank: place for rank, place in enumerate(self.places) if place < len(rows[rank])}
 
+    def check_finished(self) -> None:
+        """Refuse a plan of which something could not be done, or was missing."""
+        plan = self.plan
+        for rank, step in self.stuck.items():
+            raise PlanError(
+                f"The plan '{plan.name}' cannot run past {plan.actions[rank][step]} on rank {rank} (step {step}). "
+                "plan.validate() tells why."
+            )
+        forward = {Op.FORWARD, Op.SEND_F, Op.RECV_F}
+        wanted = sum(plan.training or op in forward for op, _, _ in self._ledger.slots)
+        if self._ledger.done.count(1) != wanted * plan.microbatches:
+            raise PlanError(f"The plan '{plan.name}' is not complete. plan.validate() tells what is missing.")
+
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         rows, places = self.plan.actions, self.places
         entries, done = self._ledger.entries, self._ledger.done
@@ -63,6 +76,8 @@ class Walk:
                         if not done[slot + microbatch]:  # type: ignore[operator]
                             break
                     else:
+                        if done[fills[0] + microbatch]:  # type: ignore[operator]
+                            continue  # done twice: such a rank does not go on
                         for slot in fills:
                             done[slot + microbatch] = 1  # type: ignore[operator]
                         places[rank] = place + 1

@@ -180,18 +180,18 @@ def test_receives_stand_anywhere_before_their_use() -> None:
 
 def test_the_sum_of_a_tie_waits_for_all_its_ranks() -> None:
     flow = Dataflow.chain(3, ties=[{0, 1}])
-    rows = "0F0 0B0 0REDUCE_TIES0", "1F0 1B0 1REDUCE_TIES0 2F0"
+    rows = "0F0 0B0 0REDUCE_TIES0", "1F0 1B0 1REDUCE_TIES0 2F0 2B0"
     plan = plan_of(*rows, placement=Placement.explicit([0, 1, 1]), dataflow=replace(flow, gradients=frozenset()))
-    report = simulate(plan, Costs(forward=[1, 1, 1], backward_input=[3, 1, 1], backward_weight=[3, 0, 1]))
+    report = simulate(plan, Costs(forward=[1, 1, 1], backward_input=[3, 1, 1], backward_weight=[3, 0, 0]))
     assert looks(
         report,
         """
-        rank 0 │ 0F0 0B0 - - - - - ·
-        rank 1 │ · 1F0 1B0 · · · · 2F0
+        rank 0 │ 0F0 0B0 - - - - - · ·
+        rank 1 │ · 1F0 1B0 · · · · 2F0 2B0
         """,
     )
     assert report.idle[1] == Idle(start=1, forward=0, backward=4, transfer=0, end=0)
-    assert chain(report) == "0F0 0B0 2F0"
+    assert chain(report) == "0F0 0B0 2F0 2B0"
 
 
 def test_sharding_takes_no_time_and_bubbles_neither() -> None:
@@ -236,13 +236,13 @@ def test_the_bubble_rate_counts_the_mean_work_of_unequal_ranks() -> None:
 
 def test_idle_time_by_cause() -> None:
     """Rank 0 waits 2 while the gradient is on the wire and 4 while it is computed; rank 1 waits for 0F1."""
-    plan = plan_of("0F0 0F1 0I0 0I1", "1F0 1F1 1I0 1I1")
-    report = simulate(plan, Costs(forward=[3, 1], backward_input=[1, 2], transfer=2))
+    plan = plan_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    report = simulate(plan, Costs(forward=[3, 1], full_backward=[1, 2], transfer=2))
     assert looks(
         report,
         """
-        rank 0 │ 0F0 - - 0F1 - - · · · · · · · 0I0 · 0I1
-        rank 1 │ · · · · · 1F0 · · 1F1 1I0 - 1I1 - · · ·
+        rank 0 │ 0F0 - - 0F1 - - · · · · · · · 0B0 · 0B1
+        rank 1 │ · · · · · 1F0 · · 1F1 1B0 - 1B1 - · · ·
         """,
     )
     assert report.idle[0] == Idle(start=0, forward=0, backward=5 + 0, transfer=2 + 1, end=0)

@@ -104,7 +104,8 @@ def check_places(plan: Plan, faults: list[Fault]) -> None:
             action = row[fault.step]
             assert action is not None
             assert fault.action == action or fault.action in action.leaves, fault
-    assert [(fault.rank, fault.step) for fault in faults] == sorted((fault.rank, fault.step) for fault in faults)
+    assert faults == sorted(faults, key=lambda fault: (not fault.cause, fault.rank, fault.step))
+    assert any(fault.cause for fault in faults) == bool(faults)
     assert len(set(faults)) == len(faults)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import PlanError
-from ..action import Action, Op
+from ..action import COMPUTE, Action, Op
 from ..plan import Plan
 
 GIVES_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
@@ -63,6 +63,8 @@ def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[
     found: list[tuple[int, list[int]]] = []
     for step in range(len(actions) - 1, -1, -1):
         action = actions[step]
+        if action.op not in COMPUTE:
+            continue  # a transfer does not touch the parameters
         if not action.parts and order and order[0] == action.stage and len(found[-1][1]) <= count:
             found[-1] = (step, found[-1][1])
             continue

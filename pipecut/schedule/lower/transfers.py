@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ...errors import PlanError
 from ..action import Action, Op, transfer
 from ..collector import collector_paused
-from ..grid import marked_grid
 from ..plan import Plan
 from ..rules import GIVES
 from ..walk import Walk
@@ -42,12 +41,7 @@ def add_transfers(plan: Plan) -> Plan:
                     continue
                 row.append(Action(stage, send, microbatch, send_peer))
                 rows[other_rank].append(Action(other, receive, microbatch, receive_peer))
-    if walk.stuck:
-        rank, step = next(iter(walk.stuck.items()))
-        raise PlanError(
-            f"The plan '{plan.name}' cannot run: rank {rank} never gets what {plan.actions[rank][step]} (step {step}) "
-            f"needs. plan.validate() tells why.\n{marked_grid(plan, rank, step)}"
-        )
+    walk.check_finished()
     return plan.with_actions(rows)
 
 

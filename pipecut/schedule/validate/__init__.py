@@ -18,12 +18,12 @@ SHOWN = 20  # faults in one message; all of them are in the error's `faults`
 
 @collector_paused
 def find_faults(plan: Plan) -> list[Fault]:
-    """Everything that keeps a plan from running, by rank and step; empty for a plan that can run."""
+    """Everything that keeps a plan from running, causes first, by rank and step; empty for a plan that can run."""
     books = Books(plan)
     faults = order_faults(plan, books)
     faults += upkeep_faults(plan, books)
     faults += deadlock_faults(plan, books)
-    return sorted(dict.fromkeys(faults), key=lambda fault: (fault.rank, fault.step))
+    return sorted(dict.fromkeys(faults), key=lambda fault: (not fault.cause, fault.rank, fault.step))
 
 
 def validate(plan: Plan) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..action import Action
+from collections.abc import Mapping
+
+from ..action import Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
 from ..walk import Walk
@@ -79,20 +81,23 @@ class _Meetings:
     def faults(self) -> list[Fault]:
         """One fault for each rank that does not come to its end."""
         self.run()
-        return [
-            self._explain(rank, message) for rank in range(len(self.messages)) if (message := self.at(rank)) is not None
-        ]
+        stuck = [rank for rank in range(len(self.messages)) if self.at(rank) is not None]
+        waits = {rank: self._waits_for(rank) for rank in stuck}
+        circle = on_a_circle(waits)
+        return [self._explain(rank, waits[rank], rank in circle) for rank in stuck]
 
-    def _explain(self, rank: int, message: int) -> Fault:
+    def _waits_for(self, rank: int) -> int:
+        """The first rank that has not come to where this one waits."""
+        others = sorted(self.others(rank, self.places[rank]))
+        return next(peer for peer in others if self.at(peer) != self.at(rank))
+
+    def _explain(self, rank: int, peer: int, in_circle: bool) -> Fault:
         step, action = self._here(rank)
-        missing = [peer for peer in sorted(self.others(rank, self.places[rank])) if self.at(peer) != message]
-        if not missing:
-            return Fault(rank, step, action, "never gets to run: it meets itself; remove one of the two")
-        peer = missing[0]
+        message = self.messages[rank][self.places[rank]]
         rest = self.messages[peer][self.places[peer] :]
         if message not in rest:
             problem = f"waits for ever: rank {peer} has no other end for it from there on; add it or remove this one"
-            return Fault(rank, step, action, problem)
+            return Fault(rank, step, action, problem, cause=False)
         at_step, at_action = self._here(peer)
         places = range(self.places[peer], len(self.messages[peer]))
         place = next(place for place in places if rank in self.others(peer, place))
@@ -102,11 +107,8 @@ class _Meetings:
                 f"ranks {rank} and {peer} have their messages in different orders: rank {peer} first comes to "
                 f"{self._action(peer, place)} (step {self.steps[peer][place]}); put them in the same order on both"
             )
-        else:
-            problem = (
-                f"deadlock: waits for rank {peer}, which waits at {at_action} (step {at_step}); move one of the two"
-            )
-        return Fault(rank, step, action, problem)
+            return Fault(rank, step, action, problem)
+        return _waiting(rank, step, action, f"waits for rank {peer}", at_action, at_step, in_circle)
 
     def _here(self, rank: int) -> tuple[int, Action]:
         place = self.places[rank]
@@ -118,6 +120,30 @@ class _Meetings:
         return action
 
 
+def on_a_circle(waits: Mapping[int, int]) -> set[int]:
+    """The ranks that wait, one for the next, for themselves.
+
+    >>> sorted(on_a_circle({0: 1, 1: 2, 2: 1, 3: 0}))
+    [1, 2]
+    """
+    found: set[int] = set()
+    for start in waits:
+        path: list[int] = []
+        rank = start
+        while rank in waits and rank not in path:
+            path.append(rank)
+            rank = waits[rank]
+        if rank in path:
+            found.update(path[path.index(rank) :])
+    return found
+
+
+def _waiting(rank: int, step: int, action: Action, what: str, there: Action | None, at: int, in_circle: bool) -> Fault:
+    if in_circle:
+        return Fault(rank, step, action, f"deadlock: {what}, which waits at {there} (step {at}); move one of the two")
+    return Fault(rank, step, action, f"{what}, which cannot go on at {there} (step {at})", cause=False)
+
+
 def _circles(plan: Plan) -> list[Fault]:
     """For a plan without transfers: the computations that wait for each other across ranks."""
     walk = Walk(plan)
@@ -125,17 +151,28 @@ def _circles(plan: Plan) -> list[Fault]:
     for _, action in walk:
         for leaf in action.leaves:
             done.update(leaf._replace(op=given) for given in GIVES.get(leaf.op, ()))
-    faults = []
+    waits: dict[int, tuple[int, str]] = {}
     for rank, step in walk.stuck.items():
+        for peer, what in _blocked_by(plan, rank, step, done):
+            if peer != rank and peer in walk.stuck:
+                waits.setdefault(rank, (peer, what))
+    circle = on_a_circle({rank: peer for rank, (peer, _) in waits.items()})
+    faults = []
+    for rank, (peer, what) in waits.items():
+        step, at = walk.stuck[rank], walk.stuck[peer]
         blocked = plan.actions[rank][step]
         assert blocked is not None  # a bubble never blocks
-        for need in dependencies(blocked, plan.dataflow):
-            peer = plan.placement.rank_of[need.stage]
-            if need in done or peer == rank or peer not in walk.stuck:
-                continue
-            there = walk.stuck[peer]
-            problem = (
-                f"deadlock: needs {need} of rank {peer}, which waits at {plan.actions[peer][there]} (step {there})"
-            )
-            faults.append(Fault(rank, step, blocked, f"{problem}; move one of the two"))
+        faults.append(_waiting(rank, step, blocked, what, plan.actions[peer][at], at, rank in circle))
     return faults
+
+
+def _blocked_by(plan: Plan, rank: int, step: int, done: set[Action]) -> list[tuple[int, str]]:
+    """The ranks that an action waits for, and what for."""
+    blocked = plan.actions[rank][step]
+    assert blocked is not None  # a bubble never blocks
+    rank_of = plan.placement.rank_of
+    if blocked.op is Op.REDUCE_TIES:
+        holders = {rank_of[stage] for stage in plan.dataflow.ties[blocked.microbatch or 0]}
+        return [(peer, f"waits for rank {peer}") for peer in sorted(holders)]
+    needs = [need for need in dependencies(blocked, plan.dataflow) if need not in done]
+    return [(rank_of[need.stage], f"needs {need} of rank {rank_of[need.stage]}") for need in needs]

@@ -206,16 +206,27 @@ def _twice(books: Books, rank: int, step: int, leaf: Action) -> Fault:
 def _missing(plan: Plan, ledger: Ledger) -> list[Fault]:
     """What a whole step must do and no rank does."""
     faults = []
-    computed = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
     for (op, stage, other), slot in ledger.slots.items():
         flags = ledger.done[slot : slot + plan.microbatches]
         if flags.count(1) == len(flags) or (op in BACKWARD and not plan.training):
             continue
         rank = plan.placement.rank_of[stage]
-        for microbatch, flag in enumerate(flags):
-            if flag:
-                continue
+        for microbatch in (number for number, flag in enumerate(flags) if not flag):
             action = Action(stage, op, microbatch) if other is None else transfer(op, stage, microbatch, other)
-            hint = " (or a full backward B)" if op in computed else ""
-            faults.append(Fault(rank, len(plan.actions[rank]), action, f"is missing{hint}; add it"))
+            whole = _whole_backward(ledger, action)
+            if whole is None:
+                faults.append(Fault(rank, len(plan.actions[rank]), action, "is missing; add it"))
+            elif op is Op.BACKWARD_INPUT:
+                problem = f"is missing (or {stage}I{microbatch} and {stage}W{microbatch}); add it"
+                faults.append(Fault(rank, len(plan.actions[rank]), whole, problem))
     return faults
+
+
+def _whole_backward(ledger: Ledger, action: Action) -> Action | None:
+    """The full backward, if neither of its parts is there."""
+    if action.op not in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+        return None
+    parts = (ledger.slots[op, action.stage, None] for op in GIVES[Op.FULL_BACKWARD])
+    if any(ledger.done[slot + (action.microbatch or 0)] for slot in parts):
+        return None
+    return action._replace(op=Op.FULL_BACKWARD)
