@@ -51,7 +51,11 @@ def run(rounds: int) -> None:
     show_goals(
         [
             Goal("big plan, of the peer's time", median_ratio(times[big, OURS], times[big, PEER]), 1 / 20),
-            Goal("a computation of the big plan, of one of the small", median_ratio(each[big, OURS], each[small, OURS]), 1.5),
+            Goal(
+                "a computation of the big plan, of one of the small",
+                median_ratio(each[big, OURS], each[small, OURS]),
+                1.5,
+            ),
             Goal("peak memory of the process that plans the big one, MB", _peak_memory(), 1000),
             Goal(f"simulating {sum(map(len, huge.actions)):,} computations, seconds", simulating, 30),
         ]

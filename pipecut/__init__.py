@@ -41,6 +41,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
+    if name == "schedule":
+        return import_module(".schedule", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'pipecut' has no attribute '{name}'")
     value: object = getattr(import_module(_HOME_OF[name], __name__), name)

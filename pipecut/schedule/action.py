@@ -34,6 +34,7 @@ COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+BACKWARD = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.SEND_B, Op.RECV_B})
 
 # An activation goes to the stage after, a gradient to the stage before, unless the action names another peer.
 NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}

@@ -56,7 +56,7 @@ class Costs:
     memory_forward: PerStage = 1.0
     memory_backward_input: PerStage = 0.0
     memory_backward_weight: PerStage = -1.0
-    message_bytes: MessageBytes = 0
+    message_bytes: MessageBytes | None = None
 
     def __post_init__(self) -> None:
         for name in TIMES + MEMORY:
@@ -64,7 +64,7 @@ class Costs:
             if value is not None or name != "full_backward":
                 object.__setattr__(self, name, _checked(name, value, signed=name in MEMORY))
         check_transfer(self.transfer)
-        check_message_bytes(self.message_bytes)
+        check_message_bytes(self.message_bytes, self.transfer)
         for name in ("transfer", "message_bytes"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ class Costs:
         """How long a SEND_F or SEND_B takes from a stage to another one; a gradient has the size of its activation."""
         ranks = placement.rank_of[stage], placement.rank_of[other]
         edge = (stage, other) if op is Op.SEND_F else (other, stage)
-        return message_time(self.transfer, self.message_bytes, ranks, edge)
+        return message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
 
 
 def _checked(name: str, value: object, *, signed: bool) -> PerStage:

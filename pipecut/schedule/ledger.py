@@ -70,6 +70,11 @@ class Ledger:
         entry = self.entries[action.op, action.stage, action.peer]
         return all(self.done[slot + action.microbatch] for slot in entry.needs)  # type: ignore[operator]
 
+    def is_done(self, action: Action) -> bool:
+        """Whether a computation or a transfer has been done."""
+        entry = self.entries[action.op, action.stage, action.peer]
+        return any(self.done[slot + action.microbatch] for slot in entry.fills)  # type: ignore[operator]
+
     def note(self, action: Action, flag: int = 1) -> None:
         """Take down that a computation or a transfer is done, or with 0 that it is not."""
         for slot in self.entries[action.op, action.stage, action.peer].fills:

@@ -49,8 +49,14 @@ def check_transfer(transfer: object) -> None:
         _check_one(f"transfer[{pair}]", value)
 
 
-def check_message_bytes(message_bytes: object) -> None:
-    """Refuse what is neither a size nor one for each pair of stages."""
+def check_message_bytes(message_bytes: object, transfer: object) -> None:
+    """Refuse what is neither a size nor one for each pair of stages, and a Link without sizes."""
+    links = list(transfer.values()) if isinstance(transfer, Mapping) else [transfer]
+    with_link = any(isinstance(link, Link) for link in links)
+    if message_bytes is None:
+        if with_link:
+            raise PlanError("transfer has a Link, whose time depends on the size of a message: give message_bytes too.")
+        return
     if not isinstance(message_bytes, Mapping):
         amount("message_bytes", message_bytes)
         return

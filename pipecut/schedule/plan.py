@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 
 from ..errors import PlanError
-from .action import COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
+from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
 from .placement import Placement, positive
 from .rules import Dataflow
 
@@ -57,11 +57,13 @@ class Plan:
         placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
         microbatches: int | None = None,
         dataflow: Dataflow | None = None,
+        training: bool | None = None,
     ) -> Plan:
         """A plan of your own: actions, or their text, for each rank. What is not given is read from the actions.
 
         Without `placement` a stage belongs to the rank that runs its forwards; without `dataflow` every stage feeds the
-        next, and the skips are those that the plan's transfers name.
+        next, and the skips are those that the plan's transfers name; without `training` a plan without any backward is
+        forward only.
         """
         rows = _rows(actions)
         leaves = [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
@@ -79,9 +81,7 @@ class Plan:
             microbatches=_count_microbatches(leaves) if microbatches is None else microbatches,
             actions=rows,
             dataflow=_dataflow_of(leaves, placement.stages) if dataflow is None else dataflow,
-            training=any(
-                leaf.op not in (Op.FORWARD, Op.SEND_F, Op.RECV_F) for leaf in leaves if leaf.microbatch is not None
-            ),
+            training=any(leaf.op in BACKWARD for leaf in leaves) if training is None else training,
         )
 
     @cached_property
@@ -98,6 +98,10 @@ class Plan:
     def stages(self) -> int:
         """The number of stages."""
         return self.placement.stages
+
+    def ranks_of_tie(self, number: int) -> list[int]:
+        """The ranks that hold a tied parameter."""
+        return sorted({self.placement.rank_of[stage] for stage in self.dataflow.ties[number]})
 
     def with_actions(self, rows: Iterable[Iterable[Action | None]]) -> Plan:
         """The same plan with other actions."""
@@ -132,7 +136,10 @@ class Plan:
         return lower(self, max_held=max_held, receives=receives)
 
     def save_csv(self, path: str | PathLike[str]) -> None:
-        """Write one line a rank, one cell a step; a bubble is an empty cell."""
+        """Write one line a rank, one cell a step; a bubble is an empty cell.
+
+        A file has the actions only: give a placement and a dataflow that cannot be read from them to `load_csv` again.
+        """
         from .csv_file import save_csv
 
         save_csv(self, path)
@@ -146,14 +153,20 @@ class Plan:
         placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
         microbatches: int | None = None,
         dataflow: Dataflow | None = None,
+        training: bool | None = None,
         ragged: bool = False,
     ) -> Plan:
-        """Read what `save_csv` wrote. `ragged=True` takes lines of different lengths: the short ones end in bubbles."""
+        """Read what `save_csv` wrote, like `from_actions`; skips, ties and model inputs are not in the file.
+
+        `ragged=True` takes lines of different lengths: the short ones end in bubbles.
+        """
         from .csv_file import load_csv
 
         rows = load_csv(path, ragged=ragged)
         name = name if name is not None else str(path)
-        return cls.from_actions(rows, name=name, placement=placement, microbatches=microbatches, dataflow=dataflow)
+        return cls.from_actions(
+            rows, name=name, placement=placement, microbatches=microbatches, dataflow=dataflow, training=training
+        )
 
 
 def _rows(actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]]) -> Rows:

@@ -66,9 +66,7 @@ def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = N
     rank 0 │ 0F0 0F1 ·   0B0 0F2 0B1 ·   0B2
     rank 1 │ ·   1F0 1B0 1F1 1B1 1F2 1B2 ·
     """
-    known = _NAMES.get(_plain(name)) if isinstance(name, str) else None
-    if known is None:
-        raise _unknown(name)
+    known = known_name(name)
     family = FAMILIES[known]
     if chunks is None:
         chunks = family.chunks
@@ -78,6 +76,18 @@ def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = N
     if chunks != family.chunks:
         raise _wrong_chunks(known, family, chunks)
     return family.make(ranks, microbatches)
+
+
+def known_name(name: str) -> str:
+    """A schedule's name as it is written here, however it is spelled.
+
+    >>> known_name("schedule_zbh1")
+    'ZB-H1'
+    """
+    known = _NAMES.get(_plain(name)) if isinstance(name, str) else None
+    if known is None:
+        raise _unknown(name)
+    return known
 
 
 def _unknown(name: object) -> PlanError:

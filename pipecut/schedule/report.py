@@ -62,16 +62,18 @@ class Report:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds: a forward adds at its start, a backward frees at its end."""
+        """The most that each rank holds: a forward adds at its start, a backward frees at its end.
+
+        The parts of an overlap start together. In a forward-only plan nothing is held longer than its forward.
+        """
         memory = self.costs.table(self.plan).memory
         peaks = []
         for row in self._numbers:
             held = peak = 0.0
             for number in row:
-                for stage, op, _, _, _ in self.record.actions[number].leaves:
-                    held += memory[op][stage]
-                    if held > peak:
-                        peak = held
+                changes = [memory[op][stage] for stage, op, _, _, _ in self.record.actions[number].leaves]
+                peak = max(peak, held + sum(change for change in changes if change > 0))
+                held += sum(changes) if self.plan.training else 0.0
             peaks.append(peak)
         return tuple(peaks)
 
@@ -94,4 +96,4 @@ class Report:
         return self.record.by_rank(len(self.plan.actions))
 
     def _idle_part(self, span: float) -> float:
-        return 1 - sum(self.busy) / len(self.busy) / span if span > 0 else 0.0
+        return max(0.0, 1 - sum(self.busy) / len(self.busy) / span) if span > 0 else 0.0

@@ -144,6 +144,8 @@ def dependencies(action: Action, dataflow: Dataflow, placement: Placement | None
 
 def _leaf_dependencies(action: Action, dataflow: Dataflow, placement: Placement | None) -> list[Action]:
     stage, op, microbatch = action.stage, action.op, action.microbatch
+    if not 0 <= stage < dataflow.stages:
+        raise PlanError(f"{action} is of no stage: the dataflow has stages 0 to {dataflow.stages - 1}.")
     if op is Op.SEND_F:
         made = (stage, action.other_stage) in dataflow.activations
         return [Action(stage, Op.FORWARD, microbatch)] if made else []  # an input of the model is there from the start

@@ -112,8 +112,8 @@ class _Clock:
 
     def _meet(self, rank: int, action: Action) -> None:
         """The sum of a tie: no rank of it goes on before the last has come; that all are there is the walk's doing."""
-        ranks = {self.plan.placement.rank_of[stage] for stage in self.plan.dataflow.ties[action.microbatch or 0]}
-        latest = max(sorted(ranks), key=self.free.__getitem__)
+        ranks = self.plan.ranks_of_tie(action.microbatch or 0)
+        latest = max(ranks, key=self.free.__getitem__)
         for each in ranks:
             if self.free[each] < self.free[latest]:
                 self.free[each], self.last[each] = self.free[latest], self.last[latest]

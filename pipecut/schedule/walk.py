@@ -104,7 +104,7 @@ class Walk:
         """Do the parts of an overlap one after the other, all or none."""
         taken: list[Action] = []
         for part in action.parts:
-            if not self._ledger.ready(part):
+            if not self._ledger.ready(part) or self._ledger.is_done(part):
                 for undone in taken:
                     self._ledger.note(undone, 0)
                 return False
@@ -121,7 +121,7 @@ class Walk:
         ends = [(rank, action), (peer, other)]
         if action.op in (Op.RECV_F, Op.RECV_B):
             ends.reverse()
-        if not self._ledger.ready(ends[0][1]):
+        if not self._ledger.ready(ends[0][1]) or self._ledger.is_done(ends[0][1]):
             return []
         for _, end in ends:
             self._ledger.note(end)
@@ -129,9 +129,8 @@ class Walk:
 
     def _sum_of_tie(self, action: Action) -> list[tuple[int, Action]]:
         """The sum of one tie on all ranks that hold it, if all have come to it."""
-        holders = self.plan.dataflow.ties[action.microbatch or 0]
         meeting = []
-        for rank in sorted({self.plan.placement.rank_of[stage] for stage in holders}):
+        for rank in self.plan.ranks_of_tie(action.microbatch or 0):
             there = self._here(rank)
             if there is None or (there.op, there.microbatch) != (Op.REDUCE_TIES, action.microbatch):
                 return []

@@ -43,7 +43,7 @@ def cheapest_cuts(weights: Sequence[int], penalties: Sequence[float], parts: int
     `penalties[i]` is the price of a cut between chunk i and chunk i + 1.
 
     >>> cheapest_cuts([3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 0, 0, 0, 0, 0], 3, 14)
-    [4, 6]
+    [5, 7]
     """
     total = [0, *itertools.accumulate(weights)]
     count = len(weights)

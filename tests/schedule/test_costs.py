@@ -234,3 +234,11 @@ def test_links_that_cannot_be(latency: Any, bandwidth: Any, expected: str) -> No
     with pytest.raises(PlanError) as error:
         Link(latency, bandwidth)
     assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("transfer", [Link(0.1, 100), {(0, 1): Link(0.1, 100)}])
+def test_a_link_needs_the_size_of_a_message(transfer: Any) -> None:
+    """Without one the bandwidth had no effect, and nobody was told."""
+    assert refused(transfer=transfer) == (
+        "transfer has a Link, whose time depends on the size of a message: give message_bytes too."
+    )

@@ -95,15 +95,15 @@ def test_no_transfer_where_no_gradient_goes_back() -> None:
     )
 
 
-def test_an_input_of_the_model_goes_out_with_stage_0_at_the_latest() -> None:
-    """Stage 2 waits for stage 1, so that its input can come along with stage 0's activation."""
+def test_an_input_of_the_model_goes_out_before_stage_0_runs() -> None:
+    """Nothing computes it, so that it can travel while stage 0 computes."""
     plan = plan_of("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0", dataflow=Dataflow.chain(3, root_inputs=[2]))
     assert same(
         add_transfers(plan),
         """
-        0F0 0SEND_F0 0SEND_F0->2                                   0RECV_B0 0B0
-            1RECV_F0              1F0 1SEND_F0           1RECV_B0 1B0 1SEND_B0
-                     2RECV_F0<-0      2RECV_F0  2F0 2B0  2SEND_B0
+        0SEND_F0->2 0F0 0SEND_F0                                   0RECV_B0 0B0
+                        1RECV_F0 1F0 1SEND_F0           1RECV_B0 1B0 1SEND_B0
+        2RECV_F0<-0                  2RECV_F0  2F0 2B0  2SEND_B0
         """,
     )
 
@@ -115,8 +115,8 @@ def test_an_input_of_the_model_goes_out_before_stage_0_if_it_is_needed_before() 
     assert same(
         add_transfers(plan),
         """
-        0F0 0SEND_F0 0SEND_F1     0F1 0B0 0B1
-            1RECV_F0 1RECV_F1 1F1 1F0 1B1 1B0
+        0SEND_F0 0F0 0SEND_F1     0F1 0B0 0B1
+        1RECV_F0     1RECV_F1 1F1 1F0 1B1 1B0
         """,
     )
 

@@ -239,3 +239,10 @@ def test_a_plan_is_not_saved_where_there_is_no_directory(tmp_path: Path) -> None
         plan.save_csv(tmp_path / "nowhere" / "plan.csv")
     with pytest.raises(PlanError, match="that is a directory; give a file in it"):
         plan.save_csv(tmp_path)
+
+
+def test_a_plan_whose_backwards_are_missing_is_not_taken_for_forward_only() -> None:
+    assert not Plan.from_actions([["0F0"]]).training
+    plan = Plan.from_actions([["0F0"]], training=True)
+    with pytest.raises(PlanError, match="0B0: is missing"):
+        plan.validate()

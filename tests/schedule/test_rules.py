@@ -188,3 +188,10 @@ def test_a_dataflow_is_between_stages_that_exist(make: Callable[[], Dataflow], m
     with pytest.raises(PlanError) as error:
         make()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("stage", [-1, 3])
+def test_an_action_of_no_stage_has_no_dependencies(stage: int) -> None:
+    with pytest.raises(PlanError) as error:
+        dependencies(Action(stage, Op.FORWARD, 0), Dataflow.chain(3))
+    assert str(error.value) == f"{stage}F0 is of no stage: the dataflow has stages 0 to 2."

@@ -541,9 +541,28 @@ def test_the_peak_of_memory_is_the_highest_sum(random: Random, shape: Shape) -> 
     costs = random_costs(random, plan)
     memory = costs.table(plan).memory
     for rank, row in enumerate(plan.actions):
-        leaves = [leaf for action in row if action is not None for leaf in action.leaves if leaf.is_compute]
-        sums = [sum(memory[leaf.op][leaf.stage] for leaf in leaves[:count]) for count in range(len(leaves) + 1)]
-        assert simulate(plan, costs).peak_memory[rank] == max(sums)
+        held, peak = 0.0, 0.0
+        for action in row:
+            if action is not None and action.is_compute:
+                changes = [memory[leaf.op][leaf.stage] for leaf in action.leaves]
+                peak = max(peak, held + sum(change for change in changes if change > 0))
+                held += sum(changes) if plan.training else 0
+        assert simulate(plan, costs).peak_memory[rank] == peak
+
+
+@pytest.mark.parametrize("overlapped", ["(0B0;0F1)OVERLAP_F_B", "(0F1;0B0)OVERLAP_F_B"])
+def test_the_parts_of_an_overlap_hold_their_memory_at_the_same_time(overlapped: str) -> None:
+    """The peak depended on the order in which the parts were written."""
+    assert simulate(plan_of(f"0F0 {overlapped} 0B1")).peak_memory == (2.0,)
+
+
+def test_a_forward_that_has_no_backward_holds_nothing_for_it() -> None:
+    assert simulate(plan_of("0F0 0F1 0F2", "1F0 1F1 1F2")).peak_memory == (1.0, 1.0)
+
+
+def test_rates_are_never_below_zero() -> None:
+    report = simulate(plan_for("ZB-H2", ranks=2, microbatches=8), Costs(0.1, 0.1, 0.1))
+    assert 0 <= report.bubble_rate < 1e-9
 
 
 @settings(max_examples=800, deadline=None)

@@ -54,7 +54,7 @@ def test_wrong_rank() -> None:
 def test_no_such_tie() -> None:
     check(
         plan_of("0F0 0B0 0REDUCE_TIES1 \n 1F0 1B0", dataflow=TIED),
-        "rank 0, step 2, 0REDUCE_TIES1: stage 0 has no tie 1; the plan's dataflow has 1 ties",
+        "rank 0, step 2, 0REDUCE_TIES1: stage 0 has no tie 1; give the plan a dataflow with its ties",
     )
 
 
@@ -64,7 +64,7 @@ def test_the_sum_of_a_tie_that_the_stage_does_not_hold() -> None:
             "0F0 2F0 2B0 0B0 2REDUCE_TIES0 \n 1F0 1B0 1REDUCE_TIES0",
             dataflow=Dataflow.chain(3, ties=[(0, 1)]),
         ),
-        "rank 0, step 4, 2REDUCE_TIES0: stage 2 has no tie 0; the plan's dataflow has 1 ties",
+        "rank 0, step 4, 2REDUCE_TIES0: stage 2 has no tie 0; give the plan a dataflow with its ties",
         "rank 0, step 5, 0REDUCE_TIES0: is missing, while others have theirs; add it",
         "rank 1, step 2, 1REDUCE_TIES0: waits for ever: rank 0 has no other end for it from there on; "
         "add it or remove this one",
@@ -511,3 +511,20 @@ def test_a_message_has_room_for_20_faults() -> None:
     assert lines[20] == "  rank 0, step 1, 0F20: is missing; add it"
     assert lines[21] == "  ... and 9 more, all in the error's `faults`."
     assert len(error.value.faults) == 29
+
+
+def test_a_root_input_needs_no_forward_before_it_is_sent() -> None:
+    flow = Dataflow.chain(3, root_inputs=[2])
+    rows = "0SEND_F0->2 0F0 0SEND_F0 \n 1RECV_F0 1F0 1SEND_F0 \n 2RECV_F0<-0 2RECV_F0 2F0"
+    assert find_faults(plan_of(rows, dataflow=flow)) == []
+    skip = Dataflow.chain(3, skips=[(0, 2)])
+    assert "0SEND_F0->2: needs 0F0" in str(find_faults(plan_of(rows, dataflow=skip))[0])
+
+
+def test_a_rank_that_waits_for_nothing_closes_no_circle() -> None:
+    """Without one send, the ranks behind it were called deadlocked, and the culprit came second."""
+    plan = plan_for("1F1B", ranks=4, microbatches=4).lower()
+    rows = [[action for action in row if repr(action) != "2SEND_B1"] for row in plan.actions]
+    faults = find_faults(plan.with_actions(rows))
+    assert str(faults[0]).endswith("2SEND_B1: is missing; add it")
+    assert [fault.cause for fault in faults] == [True] + [False] * (len(faults) - 1)

@@ -38,7 +38,8 @@ RECEIVES: dict[str, Callable[[Plan], Plan]] = {
 def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent") -> Plan:
     """A plan that can be executed: messages between ranks, the sums of tied gradients, and, with `max_held`, sharding.
 
-    `max_held` is how many stages a rank may hold unsharded at a time (UNSHARD, RESHARD and REDUCE_GRAD are added).
+    `max_held` is how many stages a rank may hold unsharded at a time (UNSHARD, RESHARD and REDUCE_GRAD are added); an
+    overlap holds all of its own while it runs.
     `receives` says where a receive stands: "as_sent", at the turn of its send; "early", right after the message before
     it; "late", right before its first use. A plan that has its transfers keeps them.
     """

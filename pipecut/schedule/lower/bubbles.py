@@ -65,5 +65,5 @@ def _ends(plan: Plan, action: Action) -> int:
     if action.op in TRANSFERS:
         return 2
     if action.op is Op.REDUCE_TIES:
-        return len({plan.placement.rank_of[stage] for stage in plan.dataflow.ties[action.microbatch or 0]})
+        return len(plan.ranks_of_tie(action.microbatch or 0))
     return 1

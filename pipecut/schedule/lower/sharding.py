@@ -59,6 +59,8 @@ def _shard_row(row: Sequence[Action | None], max_held: int) -> list[Action | Non
 
 def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[int]]]:
     """(first step of a run, the next `count` stages that are used from any step of that run on, soonest first)."""
+    if len({leaf.stage for action in actions if action.op in COMPUTE for leaf in action.leaves}) <= count:
+        return _until_last_use(actions)
     order: list[int] = []  # the stages used from here on, soonest first
     found: list[tuple[int, list[int]]] = []
     for step in range(len(actions) - 1, -1, -1):
@@ -72,6 +74,25 @@ def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[
         order = stages + [stage for stage in order if stage not in stages]
         found.append((step, order[: max(count, len(stages))]))
     return found[::-1]
+
+
+def _until_last_use(actions: Sequence[Action]) -> list[tuple[int, list[int]]]:
+    """The same where all stages fit: each is used from the start, and until its last use."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for step, action in enumerate(actions):
+        if action.op in COMPUTE:
+            for stage, _, _, _, _ in action.parts or (action,):
+                first.setdefault(stage, step)
+                last[stage] = step
+    start = min(first.values(), default=0)
+    changes = sorted({start, *(_next_use(actions, step) for step in last.values())})
+    return [(step, [stage for stage in first if last[stage] >= step]) for step in changes if step < len(actions)]
+
+
+def _next_use(actions: Sequence[Action], step: int) -> int:
+    """The first step after one at which anything is computed."""
+    return next((at for at in range(step + 1, len(actions)) if actions[at].op in COMPUTE), len(actions))
 
 
 def _spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:

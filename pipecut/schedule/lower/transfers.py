@@ -37,7 +37,7 @@ def add_transfers(plan: Plan) -> Plan:
         for leaf in action.parts or (action,):
             stage, op, microbatch, _, _ = leaf
             for send, send_peer, receive, other, receive_peer, other_rank in messages.get((op, stage), ()):
-                if stage == 0 and other in early.users and not early.is_first(other, microbatch):
+                if stage == 0 and other in early.users:
                     continue
                 row.append(Action(stage, send, microbatch, send_peer))
                 rows[other_rank].append(Action(other, receive, microbatch, receive_peer))
@@ -67,30 +67,30 @@ def _ends(plan: Plan, op: Op, stage: int) -> list[_Ends]:
 
 
 class _EarlyInputs:
-    """Inputs of the model for a stage whose turn comes before stage 0's: sent on demand, for nothing computes them."""
+    """Inputs of the model for later stages: nothing computes them, so they go ahead of the first stage's forward.
+
+    If the turn of the later stage comes before that, they are sent on demand.
+    """
 
     def __init__(self, plan: Plan) -> None:
         rank_of = plan.placement.rank_of
         self.first_rank = rank_of[0]
         self.users = {
             stage
-            for stage in plan.dataflow.root_inputs
+            for stage in sorted(plan.dataflow.root_inputs)
             if rank_of[stage] != self.first_rank and (0, stage) not in plan.dataflow.activations
         }
         self._rank_of = rank_of
         self._sent: set[tuple[int, int | None]] = set()
 
-    def is_first(self, stage: int, microbatch: int | None) -> bool:
-        """Whether the input has not been sent to the stage yet; from now on it has."""
-        first = (stage, microbatch) not in self._sent
-        self._sent.add((stage, microbatch))
-        return first
-
     def send_before(self, action: Action, rows: list[list[Action | None]]) -> None:
-        """Write down, before an action, the transfers of inputs that it needs and stage 0 has not sent."""
+        """Write down, before an action, the transfers of inputs whose time has come."""
         for leaf in action.leaves:
             stage, op, microbatch, _, _ = leaf
-            if op is Op.FORWARD and stage in self.users and self.is_first(stage, microbatch):
-                receive = transfer(Op.RECV_F, stage, microbatch, 0)
-                rows[self.first_rank].append(receive.counterpart)
-                rows[self._rank_of[stage]].append(receive)
+            if op is Op.FORWARD:
+                for user in sorted(self.users) if stage == 0 else [stage] if stage in self.users else []:
+                    if (user, microbatch) not in self._sent:
+                        self._sent.add((user, microbatch))
+                        receive = transfer(Op.RECV_F, user, microbatch, 0)
+                        rows[self.first_rank].append(receive.counterpart)
+                        rows[self._rank_of[user]].append(receive)

@@ -33,7 +33,7 @@ class _Meetings:
 
     def holders(self, tie: int) -> set[int]:
         """The ranks that the sum of a tie takes; `tie` is the number of its message."""
-        return {self.plan.placement.rank_of[stage] for stage in self.plan.dataflow.ties[-1 - tie]}
+        return set(self.plan.ranks_of_tie(-1 - tie))
 
     def others(self, rank: int, place: int) -> set[int]:
         """The ranks that a rank meets in one of its messages."""
@@ -83,7 +83,7 @@ class _Meetings:
         self.run()
         stuck = [rank for rank in range(len(self.messages)) if self.at(rank) is not None]
         waits = {rank: self._waits_for(rank) for rank in stuck}
-        circle = on_a_circle(waits)
+        circle = on_a_circle({rank: peer for rank, peer in waits.items() if self._is_to_come(rank, peer)})
         return [self._explain(rank, waits[rank], rank in circle) for rank in stuck]
 
     def _waits_for(self, rank: int) -> int:
@@ -91,11 +91,14 @@ class _Meetings:
         others = sorted(self.others(rank, self.places[rank]))
         return next(peer for peer in others if self.at(peer) != self.at(rank))
 
+    def _is_to_come(self, rank: int, peer: int) -> bool:
+        """Whether the other rank would take part, if it got there."""
+        return self.messages[rank][self.places[rank]] in self.messages[peer][self.places[peer] :]
+
     def _explain(self, rank: int, peer: int, in_circle: bool) -> Fault:
         step, action = self._here(rank)
         message = self.messages[rank][self.places[rank]]
-        rest = self.messages[peer][self.places[peer] :]
-        if message not in rest:
+        if not self._is_to_come(rank, peer):
             problem = f"waits for ever: rank {peer} has no other end for it from there on; add it or remove this one"
             return Fault(rank, step, action, problem, cause=False)
         at_step, at_action = self._here(peer)
@@ -127,14 +130,17 @@ def on_a_circle(waits: Mapping[int, int]) -> set[int]:
     [1, 2]
     """
     found: set[int] = set()
+    seen: set[int] = set()
     for start in waits:
-        path: list[int] = []
+        path: dict[int, None] = {}
         rank = start
-        while rank in waits and rank not in path:
-            path.append(rank)
+        while rank in waits and rank not in seen:
+            seen.add(rank)
+            path[rank] = None
             rank = waits[rank]
         if rank in path:
-            found.update(path[path.index(rank) :])
+            ranks = list(path)
+            found.update(ranks[ranks.index(rank) :])
     return found
 
 
@@ -172,7 +178,6 @@ def _blocked_by(plan: Plan, rank: int, step: int, done: set[Action]) -> list[tup
     assert blocked is not None  # a bubble never blocks
     rank_of = plan.placement.rank_of
     if blocked.op is Op.REDUCE_TIES:
-        holders = {rank_of[stage] for stage in plan.dataflow.ties[blocked.microbatch or 0]}
-        return [(peer, f"waits for rank {peer}") for peer in sorted(holders)]
+        return [(peer, f"waits for rank {peer}") for peer in plan.ranks_of_tie(blocked.microbatch or 0)]
     needs = [need for need in dependencies(blocked, plan.dataflow) if need not in done]
     return [(rank_of[need.stage], f"needs {need} of rank {rank_of[need.stage]}") for need in needs]

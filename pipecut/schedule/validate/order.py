@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..action import NEIGHBOUR, SENDS, TRANSFERS, Action, Op, transfer
+from ..action import BACKWARD, NEIGHBOUR, SENDS, TRANSFERS, Action, Op, transfer
 from ..ledger import Key, Ledger
 from ..plan import Plan
 from ..rules import GIVES, dependencies
 from .fault import Fault
 
 NO_PART = "cannot be part of an overlap; give it a step of its own"
-BACKWARD = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.SEND_B, Op.RECV_B})
 
 
 class Reading(NamedTuple):
@@ -146,7 +145,7 @@ def _unknown(plan: Plan, rank: int, leaf: Action) -> str:
     if op is Op.REDUCE_TIES:
         ties = plan.dataflow.ties
         known = microbatch is not None and 0 <= microbatch < len(ties) and stage in ties[microbatch]
-        return "" if known else f"stage {stage} has no tie {microbatch}; the plan's dataflow has {len(ties)} ties"
+        return "" if known else f"stage {stage} has no tie {microbatch}; give the plan a dataflow with its ties"
     if op in BACKWARD and not plan.training:
         return "the plan is forward only; remove it, or make the plan with training=True"
     if op not in GIVES and op not in TRANSFERS:

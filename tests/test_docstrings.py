@@ -1,0 +1,33 @@
+"""The examples in docstrings and in the README run, and say what really comes out."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import pipecut
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(pipecut.__path__, "pipecut."))
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_examples_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks that import what they use, one after the other in a directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    runnable = [block for block in blocks if "import" in block]
+    assert len(runnable) >= 3
+    names: dict[str, object] = {}
+    for block in runnable:
+        exec(compile(block, "README.md", "exec"), names)
