@@ -133,14 +133,13 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     """The nested value that `flatten` took apart, with these leaves."""
-    remaining = iter(leaves)
+    return _build(structure, iter(leaves))
 
-    def build(part: Structure) -> Any:
-        if part.rebuild is None:
-            return next(remaining)
-        return part.rebuild([build(child) for child in part.children])
 
-    return build(structure)
+def _build(part: Structure, remaining: Iterator[Any]) -> Any:
+    if part.rebuild is None:
+        return next(remaining)
+    return part.rebuild([_build(child, remaining) for child in part.children])
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

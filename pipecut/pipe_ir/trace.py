@@ -101,7 +101,12 @@ def _is_without_memory(model: nn.Module) -> bool:
 
 
 def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
-    dynamic = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in tensors)
+    # One row beside others of several is there to be broadcast, like a mask of shape [1, T]: not a batch of one.
+    batched = any(tensor.dim() and tensor.shape[0] > 1 for tensor in tensors)
+    dynamic = tuple(
+        {0: torch.export.Dim.AUTO} if tensor.dim() and not (batched and tensor.shape[0] == 1) else None
+        for tensor in tensors
+    )
     try:
         with (
             warnings.catch_warnings(),

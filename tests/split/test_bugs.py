@@ -362,3 +362,22 @@ def test_a_buffer_that_is_updated_in_the_other_mode_only_is_not_shared_by_stages
     for training in (True, False):
         with pytest.raises(SplitError, match=r"buffer average\.mean is updated in forward and used by stages \[0, 1\]"):
             pipeline(Reading().train(training), (X,), split_spec={"a": SplitPoint.BEGINNING})
+
+
+class Masked(nn.Module):
+    """A mask with one row, for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.b(self.a(x) * mask)
+
+
+def test_an_input_with_one_row_is_broadcast_over_the_batch() -> None:
+    """Its one row was traced as a batch of its own, which cannot be broadcast: the trace failed."""
+    model, mask = Masked(), torch.rand(1, 4)
+    pipe = pipeline(model, (torch.randn(3, 4), mask), split_spec={"b": SplitPoint.BEGINNING})
+    x = torch.randn(7, 4)
+    assert torch.equal(pipe(x, mask), model(x, mask))
