@@ -87,7 +87,12 @@ class Plan:
     @cached_property
     def has_transfers(self) -> bool:
         """Whether the plan names its messages. A plan that does not gets them from `lower`."""
-        return any(action is not None and action.op in TRANSFERS for row in self.actions for action in row)
+        return not self.ops.isdisjoint(TRANSFERS)
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The kinds of action in the plan."""
+        return frozenset({action.op for row in self.actions for action in row if action is not None})
 
     @property
     def ranks(self) -> int:

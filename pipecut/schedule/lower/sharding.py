@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...errors import PlanError
 from ..action import COMPUTE, Action, Op
@@ -19,7 +19,8 @@ def add_unshard_reshard(plan: Plan, max_held: int = 3) -> Plan:
     if not isinstance(max_held, int) or isinstance(max_held, bool) or max_held < 1:
         raise PlanError(f"max_held={max_held!r}: a rank must hold at least the stage that it runs; give 1 or more.")
     _refuse_second_time(plan, Op.UNSHARD)
-    return plan.with_actions(_shard_row(row, max_held) for row in plan.actions)
+    stages_of = plan.placement.stages_of
+    return plan.with_actions(_shard_row(row, max_held, stages_of[rank]) for rank, row in enumerate(plan.actions))
 
 
 def add_reduce_grad(plan: Plan) -> Plan:
@@ -29,29 +30,38 @@ def add_reduce_grad(plan: Plan) -> Plan:
     """
     _refuse_second_time(plan, Op.REDUCE_GRAD)
     rows = []
-    for row in plan.actions:
-        left = {}
-        for step, action in enumerate(row):
-            for leaf in action.leaves if action is not None else ():
-                if leaf.op in GIVES_WEIGHT_GRADIENT:
-                    left[leaf.stage] = step
+    for rank, row in enumerate(plan.actions):
         after: dict[int, list[Action]] = {}
-        for stage, step in left.items():
-            after.setdefault(step, []).append(Action(stage, Op.REDUCE_GRAD))
-        rows.append(_spliced(row, {step + 1: actions for step, actions in after.items()}))
+        for stage, step in _last_uses(row, plan.placement.stages_of[rank], GIVES_WEIGHT_GRADIENT).items():
+            after.setdefault(step + 1, []).append(Action(stage, Op.REDUCE_GRAD))
+        rows.append(_spliced(row, after))
     return plan.with_actions(rows)
 
 
-def _shard_row(row: Sequence[Action | None], max_held: int) -> list[Action | None]:
+def _last_uses(row: Sequence[Action | None], stages: Sequence[int], ops: Collection[Op]) -> dict[int, int]:
+    """The last step at which each stage does one of these, from the end of the row until all are found."""
+    last: dict[int, int] = {}
+    for step in range(len(row) - 1, -1, -1):
+        action = row[step]
+        for leaf in action.leaves if action is not None else ():
+            if leaf.op in ops:
+                last.setdefault(leaf.stage, step)
+        if len(last) == len(stages):
+            break
+    return last
+
+
+def _shard_row(row: Sequence[Action | None], max_held: int, stages: Sequence[int]) -> list[Action | None]:
     """One rank's actions with UNSHARD and RESHARD; bubbles go, for the columns no longer mean the same moment."""
     actions = [action for action in row if action is not None]
-    wanted = _next_stages(actions, max_held)
+    fits = len(stages) <= max_held
+    wanted = _until_last_use(actions, stages) if fits else _next_stages(actions, max_held)
     held: list[int] = []
     before: dict[int, list[Action]] = {}
-    for step, stages in wanted:
-        moves = [Action(stage, Op.RESHARD) for stage in sorted(held) if stage not in stages]
-        moves += [Action(stage, Op.UNSHARD) for stage in stages if stage not in held]
-        held = stages
+    for step, next_held in wanted:
+        moves = [Action(stage, Op.RESHARD) for stage in sorted(held) if stage not in next_held]
+        moves += [Action(stage, Op.UNSHARD) for stage in next_held if stage not in held]
+        held = next_held
         before[step] = moves
     before.setdefault(len(actions), []).extend(Action(stage, Op.RESHARD) for stage in sorted(held))
     return _spliced(actions, before)
@@ -59,8 +69,6 @@ def _shard_row(row: Sequence[Action | None], max_held: int) -> list[Action | Non
 
 def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[int]]]:
     """(first step of a run, the next `count` stages that are used from any step of that run on, soonest first)."""
-    if len({leaf.stage for action in actions if action.op in COMPUTE for leaf in action.leaves}) <= count:
-        return _until_last_use(actions)
     order: list[int] = []  # the stages used from here on, soonest first
     found: list[tuple[int, list[int]]] = []
     for step in range(len(actions) - 1, -1, -1):
@@ -76,15 +84,16 @@ def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[
     return found[::-1]
 
 
-def _until_last_use(actions: Sequence[Action]) -> list[tuple[int, list[int]]]:
-    """The same where all stages fit: each is used from the start, and until its last use."""
+def _until_last_use(actions: Sequence[Action], stages: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """The same where all stages fit: each is held from the start, and until its last use."""
+    last = _last_uses(actions, stages, COMPUTE)
     first: dict[int, int] = {}
-    last: dict[int, int] = {}
     for step, action in enumerate(actions):
         if action.op in COMPUTE:
-            for stage, _, _, _, _ in action.parts or (action,):
-                first.setdefault(stage, step)
-                last[stage] = step
+            for leaf in action.leaves:
+                first.setdefault(leaf.stage, step)
+        if len(first) == len(stages):
+            break
     start = min(first.values(), default=0)
     changes = sorted({start, *(_next_use(actions, step) for step in last.values())})
     return [(step, [stage for stage in first if last[stage] >= step]) for step in changes if step < len(actions)]
@@ -107,5 +116,5 @@ def _spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> l
 
 
 def _refuse_second_time(plan: Plan, op: Op) -> None:
-    if any(action is not None and action.op is op for row in plan.actions for action in row):
+    if op in plan.ops:
         raise PlanError(f"The plan '{plan.name}' has {op} already: lower a plan that has none.")

@@ -14,9 +14,7 @@ def add_reduce_ties(plan: Plan) -> Plan:
     tie 0 is {0, 1}      0F0 0B0   ->   0F0 0B0 0REDUCE_TIES0
                          1F0 1B0        1F0 1B0 1REDUCE_TIES0
     """
-    if not plan.training or any(
-        action is not None and action.op is Op.REDUCE_TIES for row in plan.actions for action in row
-    ):
+    if not plan.training or not plan.dataflow.ties or Op.REDUCE_TIES in plan.ops:
         return plan
     rows = [list(row) for row in plan.actions]
     for number, holders in enumerate(plan.dataflow.ties):
