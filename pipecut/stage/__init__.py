@@ -1,0 +1,1 @@
+"""What one stage does with values: microbatches, forward, backward."""
