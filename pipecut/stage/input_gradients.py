@@ -1,0 +1,96 @@
+"""The split of a large stage: the input gradients now, and later the weight gradients, which cost most of the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .deferred import Deferred
+from .engine import Way, accumulate, collect
+from .graph import Graph, groups_of
+from .pending import PendingWeights
+from .starts import Gradients, Receivers, Starts
+
+# Small gradients wait for each other up to this size, for each call of autograd's engine takes time. Large ones go at
+# once: what they took is then there for the next one.
+_BYTES_AT_ONCE = 2**20
+
+
+def defer_weights(
+    starts: Starts, inputs: Sequence[Any], receivers: Receivers, graph: Graph
+) -> tuple[Gradients, PendingWeights]:
+    """Compute the gradients of the inputs, and of the parameters that no cut keeps them from; the latter wait."""
+    edges = [GradientEdge(cut.node, 0) for cut in graph.cuts]
+    wanted: list[Way] = [*receivers.values(), *graph.parameters, *edges]
+    try:
+        with _silent(graph.parameters):
+            found = collect(starts.outputs, starts.gradients, wanted)
+    finally:
+        for cut in graph.cuts:
+            cut.deferred.unhook()
+    for cut in reversed(graph.cuts):
+        cut.deferred.arrived(found.pop())
+    received = _own_gradients(receivers, found, starts.gradients)
+    gradients = tuple(received.get(index) for index in range(len(inputs)))
+    held = zip(graph.parameters, found[len(receivers) :], strict=True)
+    pairs = [(parameter, gradient) for parameter, gradient in held if gradient is not None]
+    return gradients, PendingWeights(functools.partial(_finish, pairs, groups_of(graph.cuts)))
+
+
+def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Gradients as they would be in `.grad`: laid out like the input, and not the same tensor as another one."""
+    seen = set(map(id, taken))
+    own = {}
+    for (index, leaf), gradient in zip(receivers.items(), found, strict=False):
+        if gradient is None:
+            continue
+        if gradient.layout is torch.strided and (id(gradient) in seen or gradient.stride() != leaf.stride()):
+            gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+        seen.add(id(gradient))
+        own[index] = gradient
+    return own
+
+
+@contextlib.contextmanager
+def _silent(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Keep hooks on these tensors quiet: they are called when the gradient is added to `.grad`."""
+    hooked = [hooks for hooks in (parameter._backward_hooks for parameter in parameters) if hooks]
+    kept = [dict(hooks) for hooks in hooked]
+    for hooks in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(hooked, kept, strict=True):
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before | since)
+
+
+def _finish(held: list[tuple[Tensor, Tensor]], groups: list[list[Deferred]]) -> None:
+    """Compute what was put off, and let autograd add it and what was held to `.grad`, hooks and all.
+
+    Autograd must sum what a group of gradients has in common before it calls a hook: it gets each group at once.
+    """
+    ways: list[Way] = [parameter for parameter, _ in held]
+    gradients = [gradient for _, gradient in held]
+    held.clear()
+    waiting = 0
+    while groups:
+        for deferred in groups.pop():
+            for way, gradient in deferred.compute():
+                ways.append(way)
+                gradients.append(gradient)
+                waiting += gradient.nbytes
+                del gradient
+        if waiting >= _BYTES_AT_ONCE:
+            accumulate(ways, gradients)
+            ways, gradients, waiting = [], [], 0
+    if ways:
+        accumulate(ways, gradients)
