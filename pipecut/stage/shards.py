@@ -1,0 +1,125 @@
+"""Stages under fully_shard: parameters gathered when the plan says so, gradients reduced once a step.
+
+fully_shard gathers, reduces and frees in hooks around forward and backward. During a step it only adds up gradients.
+After the last backward a forward and a backward over nothing call its hooks once more, and those do all the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from .replica import Alone
+
+Passage = Callable[[Tensor], Tensor]
+
+
+class Shards(Alone):
+    """A module of which some parts, or all of it, are under fully_shard, or replicate of the same family."""
+
+    is_reduced = True
+
+    def __init__(self, module: nn.Module, parts: Sequence[nn.Module]) -> None:
+        self._parts = [cast(FSDPModule, part) for part in parts]
+        for part in self._parts:
+            part.reshard()
+        self._module = module
+        self._passages = [_passage(root) for root in _roots(module)]
+        self._dtypes = [parameter.dtype for parameter in module.parameters()]
+        self.groups = _groups_of(module)
+        self.is_sharded = any(map(_holds_shards, parts))
+        self._handles: list[UnshardHandle | None] = []
+        self._is_planned = False
+        self._accumulates = False
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        self._accumulate()
+        yield
+
+    @contextlib.contextmanager
+    def weight_backward(self) -> Iterator[None]:
+        self._accumulate()
+        for part in self._parts:
+            part.unshard()
+        casts = [parameter.dtype for parameter in self._module.parameters()] != self._dtypes
+        yield
+        if casts:
+            # What is added up in a higher precision has to be taken over from each microbatch.
+            self._call_hooks()
+
+    def unshard(self) -> None:
+        if not self._is_planned:
+            # From now on the plan decides, and not every forward and backward by itself.
+            self._is_planned = True
+            for part in filter(_holds_shards, self._parts):
+                part.set_reshard_after_forward(False, recurse=False)
+        self._handles = [part.unshard(async_op=True) for part in self._parts]
+
+    def reshard(self) -> None:
+        for handle in self._handles:
+            if handle is not None:
+                handle.wait()
+        self._handles = []
+        for part in self._parts:
+            part.reshard()
+
+    def reduce_gradients(self) -> None:
+        self._set_last_backward(True)
+        self._accumulates = False
+        self._call_hooks()
+
+    def _accumulate(self) -> None:
+        if not self._accumulates:
+            self._accumulates = True
+            self._set_last_backward(False)
+
+    def _set_last_backward(self, last: bool) -> None:
+        for part in self._parts:
+            part.set_is_last_backward(last)
+            part.set_requires_gradient_sync(last, recurse=False)
+            part.set_reshard_after_backward(last, recurse=False)
+
+    def _call_hooks(self) -> None:
+        for passage in self._passages:
+            with torch.enable_grad():
+                end = passage(torch.zeros((), requires_grad=True))
+            end.backward()  # type: ignore[no-untyped-call]
+
+
+def _groups_of(module: nn.Module) -> list[dist.ProcessGroup]:
+    meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    return list({group.group_name: group for group in groups}.values())
+
+
+def _roots(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost parts: the hooks of each look after all parts inside it."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _roots(child)
+
+
+def _passage(root: nn.Module) -> Passage:
+    """A forward of the module that runs nothing of it, only what fully_shard does before and after one."""
+    name = "_pipecut_passage"
+    setattr(root, name, torch.clone)
+    register_fsdp_forward_method(root, name)
+    passage = cast(Passage, getattr(root, name))
+    delattr(root, name)
+    return passage
+
+
+def _holds_shards(part: Any) -> bool:
+    """Whether a part, in contrast to one under replicate, has its parameters in pieces."""
+    parameters = [parameter for parameter in part.parameters() if isinstance(parameter, DTensor)]
+    return any(placement.is_shard() for parameter in parameters for placement in parameter.placements)

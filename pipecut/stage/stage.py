@@ -1,0 +1,199 @@
+"""One stage: runs its module forward and backward on values, and keeps what is in flight between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InputError, PipeError
+from ..pipe_ir.pipe import PipeInfo
+from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .ports import Ports, ports_of
+from .replica import Replica, replica_of
+
+WeightRunner = Callable[[], None]
+
+
+@dataclass
+class Flight:
+    """One microbatch on its way: what went in and came out, until its backward is done."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    result: Any = None  # what the module returned, on the last stage
+    loss: Tensor | None = None
+    pending: PendingWeights | WeightRunner | None = field(default=None)
+
+
+class PipelineStage:
+    """A module as one stage of a pipeline.
+
+    For modules that you cut by hand. Stages of a traced model come from `pipe.build_stage(index, device)`. The module
+    takes what the stage before it returns, as positional arguments, and returns a tensor or a tuple of tensors; the
+    last one may return anything. Shapes are found out in the first step, from what really arrives.
+
+    >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    >>> stage.is_first, stage.is_last
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], WeightRunner] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
+        *,
+        pipe_info: PipeInfo | None = None,
+    ) -> None:
+        _check_place(submodule, stage_index, num_stages)
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.input_args = _as_tuple(input_args)
+        self.output_args = _as_tuple(output_args)
+        self.group = group
+        self.dw_builder = dw_builder
+        self.get_mesh = get_mesh
+        self.pipe_info = pipe_info
+        self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
+        self.replica: Replica = replica_of(submodule)
+        self.flights: dict[int, Flight] = {}
+        self.submod.to(self.device)
+        self.begin_step()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model's inputs come in here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output comes out here."""
+        return self.stage_index == self.num_stages - 1
+
+    def begin_step(self) -> None:
+        """Look at the parameters, before a graph over them is alive: one that is frozen now is not among them."""
+        self.flights.clear()
+        self.weights = StageWeights(parameter for parameter in self.submod.parameters() if parameter.requires_grad)
+
+    def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
+        """Run the module on one microbatch, whose tensors are cut off from the stages before."""
+        inputs = list(args)
+        with torch.set_grad_enabled(training), self.replica.forward():
+            result = self.submod(*inputs, **kwargs)
+        flight = Flight(inputs, [] if self.is_last else self._outputs_of(result), result if self.is_last else None)
+        if training:
+            self.flights[microbatch] = flight
+        return flight
+
+    def _outputs_of(self, result: Any) -> list[Any]:
+        if self.ports is not None:
+            return [] if self.ports.outputs == 0 else [result] if self.ports.outputs == 1 else list(result)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        for place, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                raise PipeError(
+                    f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
+                    "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
+                )
+        self._check_outputs(outputs)
+        return outputs
+
+    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """What comes out fits the example that the stage was made with; the number of samples may be another."""
+        if self.output_args is None:
+            return
+        expected = [(tuple(example.shape[1:]), example.dtype) for example in self.output_args]
+        got = [(tuple(output.shape[1:]), output.dtype) for output in outputs]
+        if got != expected:
+            raise PipeError(
+                f"stage {self.stage_index} was made for outputs of shapes and dtypes {expected}, samples aside, and "
+                f"returned {got}: check output_args, or what the module returns"
+            )
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool) -> list[Tensor | None]:
+        """The gradients of the inputs of a microbatch; with `weights` those of the parameters too, else they wait."""
+        flight = self.flights[microbatch]
+        outputs, grads = self._ends_of(flight, output_grads)
+        inputs = flight.inputs
+        if not outputs:
+            flight.inputs, flight.outputs, flight.loss = [], [], None
+            if weights:
+                self.flights.pop(microbatch)
+            return [None] * len(inputs)
+        with self.replica.backward():
+            if weights or self.dw_builder is not None:
+                input_grads = full_backward(outputs, grads, inputs)
+                flight.pending = None if self.dw_builder is None else self.dw_builder()
+            else:
+                input_grads, flight.pending = input_backward(outputs, grads, inputs, self.weights)
+        flight.inputs, flight.outputs, flight.result, flight.loss = [], [], None, None
+        if weights:
+            self.weight_backward(microbatch)
+        return list(input_grads)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """The gradients of the parameters that a backward of the inputs has left."""
+        pending = self.flights.pop(microbatch).pending
+        if pending is None:
+            return
+        with self.replica.weight_backward():
+            if isinstance(pending, PendingWeights):
+                weight_backward(pending)
+            else:
+                pending()
+
+    def _ends_of(
+        self, flight: Flight, output_grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where the backward starts: the loss, or the outputs for which a gradient came back."""
+        if flight.loss is not None:
+            return ([flight.loss], [output_grads[0]]) if flight.loss.requires_grad else ([], [])
+        pairs = [
+            (output, grad)
+            for output, grad in zip(flight.outputs, output_grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        return [output for output, _ in pairs], [grad for _, grad in pairs]
+
+    def clear_runtime_states(self) -> None:
+        """Forget every microbatch in flight."""
+        self.flights.clear()
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> PipelineStage:
+    """A stage of a traced model, from its module and what is known of the pipe."""
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
+
+
+def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
+    if not isinstance(submodule, nn.Module):
+        raise InputError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
+    if not 0 <= stage_index < num_stages:
+        raise InputError(
+            f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"
+        )
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values) if isinstance(values, tuple | list) else (values,)
