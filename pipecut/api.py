@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .errors import InputError, PipeError, SplitError
-from .pipe_ir.pipe import Pipe
+from .pipe import Pipe
 from .pipe_ir.trace import trace
 from .pipe_ir.traced import TracedModel
 from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
@@ -54,7 +54,7 @@ def pipeline(
     _check_request(module, split_spec, split_policy, num_stages)
     request = _Request(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages)
     traced, plan = request.traced_with_its_hooks()
-    return cut_model(traced, plan, modes=request.modes(traced, plan))
+    return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
 
 
 def _check_request(module: object, split_spec: object, split_policy: object, num_stages: object) -> None:

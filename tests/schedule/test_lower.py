@@ -360,7 +360,7 @@ def test_lower_puts_everything_together() -> None:
         lower(plan, max_held=1),
         """
         0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0RESHARD 0REDUCE_TIES0
-        1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1RESHARD 1REDUCE_TIES0
+        1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1RESHARD 1REDUCE_TIES0
         """,
     )
     assert plan.lower(max_held=1) == lower(plan, max_held=1)

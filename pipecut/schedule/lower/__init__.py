@@ -46,8 +46,9 @@ def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent")
     if receives not in RECEIVES:
         near = did_you_mean(str(receives), RECEIVES)
         raise PlanError(f"receives={receives!r} is not known.{near} Choose one of {', '.join(map(repr, RECEIVES))}.")
-    if max_held is not None:
-        plan = add_reduce_grad(add_unshard_reshard(plan, max_held))
     if not plan.has_transfers:
         plan = add_transfers(plan)
+    # After the transfers: a rank may shard its stages while others do not, and still meet them in the same order.
+    if max_held is not None:
+        plan = add_reduce_grad(add_unshard_reshard(plan, max_held))
     return RECEIVES[receives](add_reduce_ties(plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ...errors import PlanError
-from ..action import COMPUTE, Action, Op
+from ..action import COMPUTE, SENDS, Action, Op
 from ..plan import Plan
 
 GIVES_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
@@ -33,9 +33,17 @@ def add_reduce_grad(plan: Plan) -> Plan:
     for rank, row in enumerate(plan.actions):
         after: dict[int, list[Action]] = {}
         for stage, step in _last_uses(row, plan.placement.stages_of[rank], GIVES_WEIGHT_GRADIENT).items():
-            after.setdefault(step + 1, []).append(Action(stage, Op.REDUCE_GRAD))
+            after.setdefault(_after_sends(row, step), []).append(Action(stage, Op.REDUCE_GRAD))
         rows.append(_spliced(row, after))
     return plan.with_actions(rows)
+
+
+def _after_sends(row: Sequence[Action | None], step: int) -> int:
+    """The place after what a computation sends: others wait for that, and nobody for the reduced gradients."""
+    step += 1
+    while step < len(row) and (action := row[step]) is not None and action.op in SENDS:
+        step += 1
+    return step
 
 
 def _last_uses(row: Sequence[Action | None], stages: Sequence[int], ops: Collection[Op]) -> dict[int, int]:

@@ -1,0 +1,66 @@
+"""A user's own way to do an action, such as overlapping a forward and a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import InputError
+from ..action import Action, Op
+from .executor import Executor
+
+
+@dataclass(frozen=True)
+class ActionContext:
+    """What a custom function may need: the step's data on this rank, and the usual way to do an action."""
+
+    executor: Executor
+
+    @property
+    def arg_mbs(self) -> Sequence[Sequence[Any]]:
+        """The positional arguments of each microbatch, on the rank of the first stage."""
+        return self.executor.batch.args
+
+    @property
+    def kwarg_mbs(self) -> Sequence[Mapping[str, Any]]:
+        """The keyword arguments of each microbatch."""
+        return self.executor.batch.kwargs
+
+    @property
+    def target_mbs(self) -> Sequence[Any] | None:
+        """The targets of each microbatch, on the rank of the last stage."""
+        return self.executor.batch.targets
+
+    @property
+    def losses(self) -> Mapping[int, Tensor]:
+        """The losses so far."""
+        return self.executor.batch.losses
+
+    def run(self, action: Action) -> None:
+        """Do an action in the usual way."""
+        self.executor.usual_handlers[action.op](action)
+
+
+CustomFunction = Callable[[Action, ActionContext], None]
+
+
+def install(executor: Executor, functions: Mapping[Op, CustomFunction]) -> None:
+    """Let functions do the actions of their kinds."""
+    context = ActionContext(executor)
+    for op, function in functions.items():
+        executor.handlers[op] = _bound(function, context)
+
+
+def _bound(function: CustomFunction, context: ActionContext) -> Callable[[Action], None]:
+    return lambda action: function(action, context)
+
+
+def checked_op(op: Op | str) -> Op:
+    """An op, or its text."""
+    known = {each.value: each for each in Op} | {each.name: each for each in Op}
+    if str(op) not in known:
+        raise InputError(f"there is no action {op!r}: custom functions are for {', '.join(each.name for each in Op)}")
+    return known[str(op)]

@@ -1,0 +1,158 @@
+"""A rank that fails takes the others down, with its own error; nobody waits for ever.
+
+The rank that fails writes what happened into the store of its process group, and closes its connections. Whoever waits
+for it, or comes to, gets an error at once, reads the store, and does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import PipeError
+from ..action import Action
+
+KEY = "pipecut/failure"
+PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
+BEGIN, END = "before its first action", "after its last action"
+
+
+class StepError(PipeError):
+    """A step failed, on this rank or on another one; the message tells where that began."""
+
+
+class LostConnectionError(PipeError):
+    """The connection to another rank is gone: its process has ended, or it has closed the connection."""
+
+    def __init__(self, peer: int, error: BaseException) -> None:
+        super().__init__(f"no connection to rank {peer}: {error}")
+        self.peer = peer
+        self.waited = "imed out" in str(error)
+
+
+class _StoreIsGoneError(Exception):
+    """The process that holds the store has ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a step failed first."""
+
+    rank: int
+    where: str
+    error: str
+    lost: int | None = None  # the rank to which the connection broke, if that is all that is known
+    waited: bool = False  # until the timeout
+
+    def __str__(self) -> str:
+        if self.lost is None:
+            return f"rank {self.rank} failed {self.where}: {self.error}"
+        other = "another rank" if self.lost < 0 else f"rank {self.lost}"
+        if self.waited:
+            return (
+                f"rank {self.rank} waited in vain for {other} {self.where}: that one is busy for longer than "
+                "the process group's timeout, or did not call step(), eval() or mean_loss() as this rank did"
+            )
+        return (
+            f"rank {self.rank} lost its connection to {other} {self.where}: the process of {other} has ended or was "
+            "killed; its own output tells why"
+        )
+
+
+def describe(
+    rank: int, action: Action | None, module: nn.Module | None, error: BaseException, where: str = BEGIN
+) -> Failure:
+    """What an error on this rank means to the others."""
+    if action is not None:
+        where = f"in {action} (stage {action.stage}"
+        where += ")" if action.microbatch is None else f", microbatch {action.microbatch})"
+        path = "" if module is None else _module_path(module, error.__traceback__)
+        where += f", in module '{path}'" if path else ""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, LostConnectionError):
+        return Failure(rank, where, text, error.peer, error.waited)
+    return Failure(rank, where, text)
+
+
+def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
+    """The innermost module of a stage whose forward was running."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    found = ""
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        found = paths.get(id(owner), found)
+        trace = trace.tb_next
+    return found
+
+
+class Alarm:
+    """What the ranks of a process group tell each other of a failure."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        world = group if group is not None else dist.group.WORLD
+        assert world is not None  # torch.distributed is initialised
+        self.group: dist.ProcessGroup = world
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.store = self.group.get_group_store()
+
+    def raise_on_all(self, failure: Failure) -> StepError:
+        """Tell the others, and make the error to raise here: the first failure of all, whoever had it."""
+        try:
+            first = self._first_of(failure)
+        except _StoreIsGoneError:
+            first = failure
+        self._close_connections(rank for rank in range(dist.get_world_size(self.group)) if rank != self.rank)
+        return StepError(f"the step failed: {first}")
+
+    def _first_of(self, failure: Failure) -> Failure:
+        end = time.monotonic() + (PATIENCE if failure.lost is not None else 0)
+        while (first := self._read()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if first is None:
+            self._write(failure)
+            first = self._read()
+        return failure if first is None else first
+
+    def _write(self, failure: Failure) -> None:
+        try:
+            self.store.compare_set(KEY, "", json.dumps(asdict(failure)))
+        except (RuntimeError, OSError) as error:
+            raise _StoreIsGoneError from error
+
+    def _read(self) -> Failure | None:
+        try:
+            return Failure(**json.loads(self.store.get(KEY))) if self.store.check([KEY]) else None
+        except (RuntimeError, OSError) as error:
+            raise _StoreIsGoneError from error
+
+    def _close_connections(self, peers: Iterable[int]) -> None:
+        """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
+        backend = dist.get_backend(self.group)
+        if backend != "gloo":
+            self.group._get_backend(self.device).abort()
+            return
+        for peer in peers:
+            try:
+                work = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=1)
+                assert work is not None  # this rank is in the group
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # that is what was wanted
+
+
+CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NCCL", "Socket")
+
+
+def is_about_connection(error: BaseException) -> bool:
+    """Whether an error of torch.distributed comes from a lost connection."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)

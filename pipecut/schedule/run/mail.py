@@ -1,0 +1,172 @@
+"""What a rank sends and receives in a step: parcels on their way in and out, and those between its own stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import PipeError
+from ...stage.stage import Flight, PipelineStage
+from ..action import Action, Op
+from ..plan import Plan
+from .batch import Batch
+from .parcels import Ends, Parcels
+from .transport import Arrival, Meta, Ready, Transport
+
+Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
+
+
+class Mail:
+    """The parcels of one rank. Receives are posted when it is known what will come, and waited for when it is used."""
+
+    def __init__(self, plan: Plan, stages: Mapping[int, PipelineStage], parcels: Parcels, transport: Transport) -> None:
+        self.rank_of = plan.placement.rank_of
+        self.stages = stages
+        self.parcels = parcels
+        self.transport = transport
+        self.batch = Batch(training=False, samples=[], sizes=[])
+        self._activations: dict[Key, Arrival] = {}
+        self._gradients: dict[Key, Arrival] = {}
+        self._outgoing: dict[Key, list[Tensor]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """Start a step with nothing left of the one before."""
+        self._activations.clear()
+        self._gradients.clear()
+        self._outgoing.clear()
+        self.batch = batch
+
+    def take(self, source: int, target: int, microbatch: int) -> list[Any]:
+        """The values of a parcel, ready to be differentiated."""
+        metas = self.metas((source, target), microbatch)
+        parcel = self._activations.pop((source, target, microbatch), None)
+        values = self._local_roots(target, microbatch) if parcel is None else parcel.wait()
+        training = self.batch.training
+        return [
+            value.requires_grad_(training and meta.requires_grad) for value, meta in zip(values, metas, strict=True)
+        ]
+
+    def _local_roots(self, target: int, microbatch: int) -> list[Tensor]:
+        """Inputs of the model for a later stage on the first stage's rank, where nobody has to hand them over."""
+        ports = self.stages[target].ports
+        assert ports is not None  # a module that was cut by hand has its inputs from the stage before it
+        roots = self.batch.roots[microbatch]
+        return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
+
+    def metas(self, ends: Ends, microbatch: int) -> tuple[Meta, ...]:
+        metas = self.parcels.metas(ends, self.batch.sizes[microbatch], self.batch.training)
+        assert metas is not None  # a parcel is described before it comes
+        return metas
+
+    def hand_over(self, source: int, target: int, microbatch: int, flight: Flight) -> None:
+        """Pack what goes to another stage: kept for its send, or given to a stage of this rank."""
+        parcel = self._parcel(source, target, microbatch, flight)
+        key = (source, target, microbatch)
+        if self.rank_of[target] == self.transport.rank:
+            self._describe(key, parcel)
+            self._activations[key] = Ready([tensor.detach() for tensor in parcel])
+        else:
+            self._outgoing[key] = parcel
+
+    def _describe(self, key: tuple[int, int, int], parcel: Sequence[Tensor]) -> None:
+        """Make sure that the receiver knows what comes, and that it is what it expects."""
+        source, target, microbatch = key
+        peer, sizes = self.rank_of[target], self.batch.sizes[microbatch]
+        self.parcels.tell(self.transport, peer, (source, target), sizes, self.batch.training, parcel)
+        self._check_parcel((source, target), microbatch, parcel)
+
+    def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
+        ports = self.stages[source].ports
+        if ports is None:
+            return [sendable(output) for output in flight.outputs]
+        roots = self.batch.roots[microbatch] if source == 0 else {}
+        return [
+            sendable(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
+            for item in ports.outgoing[target]
+        ]
+
+    def _check_parcel(self, ends: Ends, microbatch: int, parcel: Sequence[Tensor]) -> None:
+        """What is sent is what the receiver expects; a gradient that nobody asked for would be lost in silence."""
+        for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
+            asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
+            if tuple(tensor.shape) == meta.shape and tensor.dtype == meta.dtype and asked_for:
+                continue
+            name = self.parcels.names(ends)[place]
+            raise PipeError(_mismatch(name, ends, tensor, meta))
+
+    def send_activations(self, action: Action) -> None:
+        key = (action.stage, action.other_stage, number(action))
+        parcel = self._outgoing.pop(key, None)
+        if parcel is None:  # an input of the model that is sent before the first stage has run
+            parcel = self._parcel(*key, Flight([], []))
+        self._describe(key, parcel)
+        if parcel:
+            self.transport.send(self.rank_of[key[1]], parcel)
+
+    def send_gradients(self, action: Action) -> None:
+        parcel = self._outgoing.pop((action.stage, action.other_stage, number(action)), None)
+        if parcel:
+            self.transport.send(self.rank_of[action.other_stage], parcel)
+
+    def post(self, action: Action) -> None:
+        """Post a receive, unless it is posted already."""
+        microbatch = number(action)
+        forward = action.op is Op.RECV_F
+        ends = (action.other_stage, action.stage) if forward else (action.stage, action.other_stage)
+        waiting = self._activations if forward else self._gradients
+        key = (action.other_stage, action.stage, microbatch)
+        if key in waiting:
+            return
+        peer, sizes = self.rank_of[action.other_stage], self.batch.sizes[microbatch]
+        if forward:
+            self.parcels.learn(self.transport, peer, ends, sizes, self.batch.training)
+        metas = self.metas(ends, microbatch)
+        wanted = metas if forward else [meta for meta in metas if meta.requires_grad]
+        if wanted or forward:
+            waiting[key] = self.transport.receive(peer, wanted) if wanted else Ready([])
+
+    def size_of(self, action: Action) -> int | None:
+        """The bytes that will arrive, if that is known."""
+        ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
+        metas = self.parcels.metas(ends, self.batch.sizes[number(action)], self.batch.training)
+        return None if metas is None else sum(meta.bytes for meta in metas)
+
+    def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor]) -> None:
+        """Gradients for the stage that made the values: kept for their send, or given to a stage of this rank."""
+        key = (stage, source, microbatch)
+        if self.rank_of[source] == self.transport.rank:
+            self._gradients[key] = Ready(parcel)
+        else:
+            self._outgoing[key] = parcel
+
+    def take_gradients(self, user: int, stage: int, microbatch: int) -> list[Tensor] | None:
+        """The gradients that a user of a stage's values gives back, if there are any."""
+        parcel = self._gradients.pop((user, stage, microbatch), None)
+        return None if parcel is None else parcel.wait()
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """The tensor as it can be sent: in order, and with nothing left to be done when it is read."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def number(action: Action) -> int:
+    assert action.microbatch is not None  # a proven plan
+    return action.microbatch
+
+
+def _mismatch(name: str, ends: Ends, tensor: Tensor, meta: Meta) -> str:
+    got = Meta.of(tensor)
+    text = (
+        f"{name}, which goes from stage {ends[0]} to stage {ends[1]}, is {got} here, and stage {ends[1]} expects {meta}"
+    )
+    if (got.shape, got.dtype) != (meta.shape, meta.dtype):
+        return f"{text}: check what the module of stage {ends[0]} returns"
+    return (
+        f"{text}: it needs a gradient now, and did not when the model was traced or first run; "
+        "make the stages again after unfreezing parameters"
+    )

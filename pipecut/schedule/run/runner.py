@@ -1,0 +1,166 @@
+"""Runs the actions of a plan: those of this rank, or those of all ranks in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ..action import Action, Op
+from ..plan import Plan
+from ..timeline import Span
+from ..walk import Walk
+from .batch import Batch
+from .executor import Executor
+from .failure import END, Alarm, Failure, StepError, describe
+from .in_process import PostOffice
+from .transport import Meta
+
+AHEAD = 16  # receives posted before their turn, as long as they are small
+BYTES_AHEAD = 32 * 1024 * 1024
+AHEAD_AT_LEAST = 2
+
+
+class Runner(Protocol):
+    """Runs one step."""
+
+    spans: list[Span]
+    tracing: bool
+
+    def run(self, batches: Mapping[int, Batch]) -> None:
+        """Do all actions with the data of each rank that is here."""
+
+
+class RankRunner:
+    """This process is one rank of the plan."""
+
+    def __init__(self, executor: Executor, plan: Plan, alarm: Alarm | None) -> None:
+        self.executor = executor
+        self.alarm = alarm
+        self.rank = executor.transport.rank
+        self.row = [action for action in plan.actions[self.rank] if action is not None]
+        self.receives = [action for action in self.row if action.op in (Op.RECV_F, Op.RECV_B)]
+        self.spans: list[Span] = []
+        self.tracing = False
+
+    def run(self, batches: Mapping[int, Batch]) -> None:
+        executor = self.executor
+        executor.begin(batches[self.rank])
+        action: Action | None = None
+        handlers = executor.handlers
+        perform = self._perform_traced if self.tracing or torch.autograd.profiler._is_profiler_enabled else None
+        ahead = _PostedAhead(executor, self.receives)
+        self.spans = []
+        try:
+            for action in self.row:
+                ahead.post()
+                if action.op in (Op.RECV_F, Op.RECV_B):
+                    ahead.reached(action)
+                elif perform is None:
+                    handlers[action.op](action)
+                else:
+                    perform(action)
+            action = None
+            executor.finish()
+            executor.transport.finish()
+        except Exception as error:
+            raise self._failed(action, error) from error
+        finally:
+            executor.clear()
+
+    def _perform_traced(self, action: Action) -> None:
+        with torch.profiler.record_function(f"pipecut {action}"):
+            start = time.perf_counter()
+            self.executor.handlers[action.op](action)
+            self.spans.append(Span(self.rank, action, start, time.perf_counter()))
+
+    def _failed(self, action: Action | None, error: Exception) -> StepError:
+        failure = failure_of(self.executor, action, error)
+        if self.alarm is None:
+            return StepError(f"the step failed: {failure}")
+        return self.alarm.raise_on_all(failure)
+
+
+class _PostedAhead:
+    """Receives posted before their turn, a few at a time, in their order."""
+
+    def __init__(self, executor: Executor, receives: Sequence[Action]) -> None:
+        self.executor = executor
+        self.receives = receives
+        self.posted = 0
+        self.passed = 0
+        self.sizes: list[int] = []
+        self.bytes_ahead = 0
+
+    def post(self) -> None:
+        """Post as many as may be ahead, and are known."""
+        while self.posted < len(self.receives):
+            ahead = self.posted - self.passed
+            if ahead >= AHEAD or (ahead >= AHEAD_AT_LEAST and self.bytes_ahead > BYTES_AHEAD):
+                return
+            action = self.receives[self.posted]
+            size = self.executor.mail.size_of(action)
+            if size is None:
+                return
+            self.executor.mail.post(action)
+            self.sizes.append(size)
+            self.bytes_ahead += size
+            self.posted += 1
+
+    def reached(self, action: Action) -> None:
+        """The turn of a receive has come."""
+        if self.posted == self.passed:
+            self.executor.mail.post(action)
+            self.sizes.append(0)
+            self.posted += 1
+        self.bytes_ahead -= self.sizes[self.passed]
+        self.passed += 1
+
+
+def failure_of(executor: Executor, action: Action | None, error: Exception) -> Failure:
+    """What went wrong, and where: of an overlap, in which part."""
+    place = executor.part or action
+    stage = None if place is None else executor.stages.get(place.stage)
+    failure = describe(executor.transport.rank, place, None if stage is None else stage.submod, error, END)
+    if executor.in_loss_fn:
+        return replace(failure, where=f"{failure.where}, in loss_fn")
+    if executor.inputs is not None and failure.lost is None:
+        called = ", ".join(str(Meta.of(value)) for value in executor.inputs if isinstance(value, torch.Tensor))
+        return replace(failure, error=f"{failure.error} (the stage was called with {called})")
+    return failure
+
+
+class LocalRunner:
+    """All ranks of the plan are in this process, and take turns in an order that the plan allows."""
+
+    def __init__(self, executors: Sequence[Executor], plan: Plan, office: PostOffice) -> None:
+        self.executors = executors
+        self.plan = plan
+        self.office = office
+        self.order = [(rank, action) for rank, action in Walk(plan)]
+        self.spans: list[Span] = []
+        self.tracing = False
+
+    def run(self, batches: Mapping[int, Batch]) -> None:
+        for rank, executor in enumerate(self.executors):
+            executor.begin(batches[rank])
+        self.spans = []
+        rank, action = 0, None
+        try:
+            for rank, action in self.order:
+                start = time.perf_counter()
+                self.executors[rank].handlers[action.op](action)
+                if self.tracing:
+                    self.spans.append(Span(rank, action, start, time.perf_counter()))
+            action = None
+            for executor in self.executors:
+                executor.finish()
+        except Exception as error:
+            raise StepError(f"the step failed: {failure_of(self.executors[rank], action, error)}") from error
+        finally:
+            for executor in self.executors:
+                executor.clear()
+            self.office.clear()

@@ -1,0 +1,204 @@
+"""The schedules by name: each is a plan, and the one executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InputError
+from ...stage.stage import PipelineStage
+from ..plan import Plan
+from ..registry import known_name, plan_for
+from .schedule import PipelineSchedule
+
+
+class _NamedSchedule(PipelineSchedule):
+    """A schedule whose plan follows from its name and the sizes."""
+
+    schedule_name: ClassVar[str] = ""
+
+    def __init__(self, stages: Sequence[PipelineStage], n_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        plan = self._plan(_checked(stages), n_microbatches, kwargs.pop("ranks", None))
+        super().__init__(stages, plan, *args, **kwargs)
+
+    @classmethod
+    def _plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan:
+        if not cls.schedule_name:
+            raise InputError(
+                f"{cls.__name__} has no plan of its own: use one of {', '.join(CLASSES)}, or PlannedSchedule"
+            )
+        total = stages[0].num_stages
+        ranks = ranks if ranks is not None else _ranks_for(stages)
+        if total % ranks:
+            raise InputError(
+                f"{total} stages cannot be put evenly on {ranks} ranks; cut the model into a multiple of {ranks}"
+            )
+        return plan_for(cls.schedule_name, ranks=ranks, chunks=total // ranks, microbatches=n_microbatches)
+
+
+def _checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+    if not stages:
+        raise InputError("a schedule needs the stages of this rank; got none")
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
+    totals = {stage.num_stages for stage in stages}
+    if len(totals) > 1:
+        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
+    return stages
+
+
+def _ranks_for(stages: Sequence[PipelineStage]) -> int:
+    """The size of the process group; without one, as many ranks as leave each one chunk."""
+    if dist.is_available() and dist.is_initialized() and len(stages) < stages[0].num_stages:
+        return dist.get_world_size(stages[0].group)
+    return stages[0].num_stages
+
+
+class PipelineScheduleSingle(_NamedSchedule):
+    """A schedule with one stage on each rank."""
+
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
+
+class PipelineScheduleMulti(_NamedSchedule):
+    """A schedule with one or more stages on each rank."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
+
+class PlannedSchedule(PipelineSchedule):
+    """A schedule from any plan: your own, or one from a CSV file."""
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    schedule_name = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward, with as many activations as there are stages to come."""
+
+    schedule_name = "1F1B"
+
+
+class ScheduleZBH1(PipelineScheduleSingle):
+    """ZB-H1: 1F1B with weight gradients in its bubbles, and no more memory."""
+
+    schedule_name = "ZB-H1"
+
+
+class ScheduleZBH2(PipelineScheduleSingle):
+    """ZB-H2: no bubble at all, for twice the memory."""
+
+    schedule_name = "ZB-H2"
+
+
+class ScheduleForwardOnly(PipelineScheduleMulti):
+    """Forwards only; `step` and `eval` are the same."""
+
+    schedule_name = "ForwardOnly"
+
+
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+    """1F1B with several stages on each rank, in a loop."""
+
+    schedule_name = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(PipelineScheduleMulti):
+    """GPipe with several stages on each rank, one stage after the other."""
+
+    schedule_name = "LoopedBFS"
+
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+    """Interleaved 1F1B with weight gradients in its bubbles."""
+
+    schedule_name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+    """Two stages on each rank, in a V, with weight gradients in the bubbles."""
+
+    schedule_name = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(PipelineScheduleMulti):
+    """Two stages on each rank, in a V, forwards and backwards overlapped."""
+
+    schedule_name = "DualPipeV"
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """Two stages on each rank, in a V, with half of the memory of 1F1B."""
+
+    schedule_name = "V-Half"
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """Two stages on each rank, in a V, with a third of the memory of 1F1B."""
+
+    schedule_name = "V-Min"
+
+
+_ALL: tuple[type[_NamedSchedule], ...] = (
+    ScheduleGPipe,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    ScheduleDualPipeV,
+    ScheduleForwardOnly,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleVHalf,
+    ScheduleVMin,
+)
+CLASSES: dict[str, type[PipelineSchedule]] = {schedule.schedule_name: schedule for schedule in _ALL}
+_BASES: dict[str, type[PipelineSchedule]] = {
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule, by a name as `plan_for` takes them, in any case.
+
+    >>> get_schedule_class("1f1b").__name__
+    'Schedule1F1B'
+    """
+    bases = {name.lower(): base for name, base in _BASES.items()}
+    if isinstance(schedule_name, str) and schedule_name.lower() in bases:
+        return bases[schedule_name.lower()]
+    return CLASSES[known_name(schedule_name)]
