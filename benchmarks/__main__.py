@@ -8,9 +8,15 @@ import warnings
 
 import torch
 
-from . import cutting, planning, running
+from . import backward, cutting, planning, running, stepping
 
-BENCHMARKS = {"cutting": cutting.run, "running": running.run, "planning": planning.run}
+BENCHMARKS = {
+    "cutting": cutting.run,
+    "running": running.run,
+    "planning": planning.run,
+    "backward": backward.run,
+    "stepping": stepping.run,
+}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What it costs to split the backward of a stage: the input part and the weight part, beside the backward in full.
 
-The full backward is torch's own, with the input's gradient taken from it. One forward a run, which does not count. Every
-parameter has a gradient already, as from the second microbatch on.
+The full backward is torch's own, with the input's gradient taken from it. One forward a run, which does not count.
+Every parameter has a gradient already, as from the second microbatch on.
 """
 
 from __future__ import annotations
