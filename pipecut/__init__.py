@@ -18,22 +18,74 @@ if TYPE_CHECKING:
     from .errors import SpecError as SpecError
     from .errors import SplitError as SplitError
     from .errors import TraceError as TraceError
+    from .launcher.launch import launch as launch
+    from .launcher.watch import LaunchError as LaunchError
+    from .pipe import Pipe as Pipe
     from .pipe_ir.marker import pipe_split as pipe_split
     from .pipe_ir.pipe import Edge as Edge
-    from .pipe_ir.pipe import Pipe as Pipe
     from .pipe_ir.pipe import PipeInfo as PipeInfo
     from .pipe_ir.pipe import StageInfo as StageInfo
     from .pipe_ir.pipe import TiedParameter as TiedParameter
     from .pipe_ir.spec import TensorSpec as TensorSpec
+    from .schedule.run.failure import StepError as StepError
+    from .schedule.run.schedules import PipelineScheduleMulti as PipelineScheduleMulti
+    from .schedule.run.schedules import PipelineScheduleSingle as PipelineScheduleSingle
+    from .schedule.run.schedules import PlannedSchedule as PlannedSchedule
+    from .schedule.run.schedules import Schedule1F1B as Schedule1F1B
+    from .schedule.run.schedules import ScheduleDualPipeV as ScheduleDualPipeV
+    from .schedule.run.schedules import ScheduleForwardOnly as ScheduleForwardOnly
+    from .schedule.run.schedules import ScheduleGPipe as ScheduleGPipe
+    from .schedule.run.schedules import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from .schedule.run.schedules import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from .schedule.run.schedules import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from .schedule.run.schedules import ScheduleVHalf as ScheduleVHalf
+    from .schedule.run.schedules import ScheduleVMin as ScheduleVMin
+    from .schedule.run.schedules import ScheduleZBH1 as ScheduleZBH1
+    from .schedule.run.schedules import ScheduleZBH2 as ScheduleZBH2
+    from .schedule.run.schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from .schedule.run.schedules import get_schedule_class as get_schedule_class
     from .split import SplitPoint as SplitPoint
+    from .stage.chunk_spec import Replicate as Replicate
+    from .stage.chunk_spec import TensorChunkSpec as TensorChunkSpec
+    from .stage.stage import PipelineStage as PipelineStage
+    from .stage.stage import build_stage as build_stage
+    from .verification.report import Verification as Verification
+    from .verification.report import VerificationError as VerificationError
+    from .verification.verify import verify as verify
 
 HOMES = {
     ".api": ("pipeline",),
     ".errors": ("InputError", "PipeError", "PipeWarning", "PlanError", "SpecError", "SplitError", "TraceError"),
     ".pipe_ir.marker": ("pipe_split",),
-    ".pipe_ir.pipe": ("Edge", "Pipe", "PipeInfo", "StageInfo", "TiedParameter"),
+    ".launcher.launch": ("launch",),
+    ".launcher.watch": ("LaunchError",),
+    ".pipe": ("Pipe",),
+    ".pipe_ir.pipe": ("Edge", "PipeInfo", "StageInfo", "TiedParameter"),
     ".pipe_ir.spec": ("TensorSpec",),
+    ".schedule.run.failure": ("StepError",),
+    ".schedule.run.schedules": (
+        "PipelineScheduleMulti",
+        "PipelineScheduleSingle",
+        "PlannedSchedule",
+        "Schedule1F1B",
+        "ScheduleDualPipeV",
+        "ScheduleForwardOnly",
+        "ScheduleGPipe",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+        "ScheduleLoopedBFS",
+        "ScheduleVHalf",
+        "ScheduleVMin",
+        "ScheduleZBH1",
+        "ScheduleZBH2",
+        "ScheduleZBVZeroBubble",
+        "get_schedule_class",
+    ),
     ".split": ("SplitPoint",),
+    ".stage.chunk_spec": ("Replicate", "TensorChunkSpec"),
+    ".stage.stage": ("PipelineStage", "build_stage"),
+    ".verification.report": ("Verification", "VerificationError"),
+    ".verification.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 

@@ -83,7 +83,9 @@ class PipelineSchedule:
         self._samples: list[int] = []
 
     def _is_distributed(self) -> bool:
-        return dist.is_available() and dist.is_initialized() and self.plan.ranks > 1
+        if not dist.is_available() or not dist.is_initialized() or self.plan.ranks == 1:
+            return False
+        return dist.get_world_size(self.stages[0].group) > 1 or len(self.stages) < self.plan.stages
 
     def _dataflow(self, plan: Plan) -> Dataflow:
         return plan.dataflow if self.info is None else dataflow_of(self.info)

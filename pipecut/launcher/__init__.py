@@ -1,0 +1,1 @@
+"""Local processes as ranks, for scripts and notebooks without torchrun."""

@@ -1,0 +1,98 @@
+"""launch(): a function on several ranks of this machine, without torchrun."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import InputError
+from .meeting import Meeting
+from .rank import is_starting, process_group
+from .start import Starter, name_of
+from .watch import LaunchError, Watch, stop
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    ranks: int = 4,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Call `fn(*args)` in so many local processes at once, and return what the ranks return, in their order.
+
+    torch.distributed is initialised when `fn` is called, with `backend`; `dist.get_rank()` tells the ranks apart. The
+    environment has RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as under torchrun, and `env`. Each rank has one
+    thread, unless OMP_NUM_THREADS is set. A backend of devices, such as "nccl", gets one device for each rank.
+
+    Arguments and results are copied; tensors arrive on the CPU. The first failure of a rank is raised here, as a
+    LaunchError with that rank and its traceback, and ends all others. So does the `timeout`, in seconds for all of
+    the call, with the place where every rank was. No process is left in any case.
+
+    A script calls this below `if __name__ == "__main__":`, for new processes import it. Functions that they cannot
+    import (of a notebook or a prompt, lambdas, inner functions) run in forks of this process, with one thread. That
+    does not work once this process has used a GPU: then put the function in a module.
+
+    Under torchrun, and on a rank, there are processes already: `fn` is called in this one, after initialising
+    torch.distributed if need be, and the result is a list of one. Their number must be `ranks`; `timeout` is not used.
+
+    >>> def shifted(start: int) -> int:
+    ...     return start + dist.get_rank()
+    >>> launch(shifted, 2, 10)
+    [10, 11]
+    """
+    _check(fn, ranks, timeout)
+    if is_starting():
+        raise LaunchError(
+            "launch() was called while a rank was importing the script that it is in, and would start ranks without "
+            f'end: call it below `if __name__ == "__main__":`, so that it runs once; {name_of(fn)} stays above'
+        )
+    if _is_rank():
+        return [_call_here(fn, ranks, args, backend, env)]
+    with tempfile.TemporaryDirectory(prefix="pipecut-", ignore_cleanup_errors=True) as directory:
+        meeting = Meeting(directory, ranks, backend)
+        starter = Starter((fn, args), meeting, env)
+        processes = [starter.process(rank) for rank in range(ranks)]
+        try:
+            for rank, process in enumerate(processes):
+                starter.start(rank, process)
+            return Watch(processes, meeting, name_of(fn), timeout).results()
+        finally:
+            stop(processes)
+
+
+def _check(fn: object, ranks: object, timeout: object) -> None:
+    if not callable(fn):
+        raise InputError(f"launch() takes a function, got {type(fn).__name__}: write launch(train, 4), not train()")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise InputError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InputError(f"timeout must be a number of seconds above 0, or None, got {timeout!r}")
+
+
+def _is_rank() -> bool:
+    return dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def _call_here(
+    fn: Callable[..., T], ranks: int, args: tuple[Any, ...], backend: str, env: Mapping[str, str] | None
+) -> T:
+    there_are = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if there_are != ranks:
+        raise InputError(
+            f"launch() was asked for {ranks} ranks, and this process is one of {there_are} already (WORLD_SIZE): pass "
+            f"ranks={there_are}, or start {ranks} with torchrun --nproc-per-node={ranks}; without torchrun, unset RANK "
+            "and WORLD_SIZE"
+        )
+    os.environ.update(env or {})
+    if dist.is_initialized():
+        return fn(*args)
+    with process_group(backend, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))):
+        return fn(*args)

@@ -1,0 +1,1 @@
+"""Cut and uncut side by side: whether the stages compute what the model computes."""

@@ -1,0 +1,101 @@
+"""Tensors and nested values against those of the uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pipe_ir.structure import flatten
+from .report import EXTRA, MISSING, Difference, What
+from .tolerance import Tolerance
+
+
+def compare_values(what: What, cut: Any, uncut: Any, tolerance: Tolerance) -> Iterator[Difference]:
+    """A difference for each leaf of a nested value."""
+    (cut_leaves, cut_structure), (leaves, structure) = flatten(cut), flatten(uncut)
+    paths = ["".join(path) for path in structure.paths()]
+    if paths != ["".join(path) for path in cut_structure.paths()]:
+        fault = f"has {_words(cut_structure.kind, len(cut_leaves))}, and {_words(structure.kind, len(leaves))} uncut"
+        yield Difference(what, what, fault=fault)
+        return
+    for path, cut_leaf, leaf in zip(paths, cut_leaves, leaves, strict=True):
+        name = f"{what}{path}"
+        if isinstance(leaf, Tensor) and isinstance(cut_leaf, Tensor):
+            yield compare_tensors(what, name, cut_leaf, leaf, tolerance)
+        elif type(leaf) is not type(cut_leaf) or (isinstance(leaf, bool | int | float | str) and leaf != cut_leaf):
+            yield Difference(what, name, fault=f"is {cut_leaf!r}, and {leaf!r} uncut")
+
+
+def compare_gradients(
+    name: str,
+    cut: Tensor | None,
+    uncut: Tensor | None,
+    tolerance: Tolerance,
+    magnitude: float,
+    stage: int | None,
+    what: What = "gradient",
+) -> Iterator[Difference]:
+    """A difference, unless neither has a gradient."""
+    if cut is not None and uncut is not None:
+        yield compare_tensors(what, name, cut, uncut, tolerance, magnitude, stage)
+    elif cut is not uncut:
+        yield Difference(what, name, stage=stage, fault=MISSING if cut is None else EXTRA)
+
+
+def compare_tensors(
+    what: What,
+    name: str,
+    cut: Tensor,
+    uncut: Tensor,
+    tolerance: Tolerance,
+    magnitude: float | None = None,
+    stage: int | None = None,
+) -> Difference:
+    """The largest difference of an element, measured by the largest element, or by `magnitude` if that is more."""
+    if cut.shape != uncut.shape or cut.dtype != uncut.dtype:
+        return Difference(what, name, stage=stage, fault=f"is {_spec(cut)}, and {_spec(uncut)} uncut")
+    ours, theirs = plain(cut).to(uncut.device), plain(uncut)
+    if not ours.is_floating_point():
+        differing = int((ours != theirs).sum())
+        fault = f"{differing} of {ours.numel()} elements differ" if differing else ""
+        return Difference(what, name, stage=stage, fault=fault)
+    # Infinities and NaNs in the same places are the same, and in others as different as can be.
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = torch.where(same, 0.0, (ours - theirs).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    measure = max(largest(uncut), magnitude or 0.0)
+    off_by = float(apart.max()) if apart.numel() else 0.0
+    return Difference(what, name, off_by, measure, tolerance.allowed(measure), stage)
+
+
+def compare_numbers(what: What, cut: float, uncut: float, tolerance: Tolerance) -> Difference:
+    """One number, such as the loss."""
+    ours, theirs = (torch.tensor(number, dtype=torch.float64) for number in (cut, uncut))
+    difference = compare_tensors(what, what, ours, theirs, tolerance)
+    return replace(difference, values=(cut, uncut))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor to compute with: dense, real, not of a short dtype."""
+    made = tensor.detach()
+    made = made.to_dense() if made.layout != torch.strided else made
+    made = torch.view_as_real(made) if made.is_complex() else made
+    return made.float() if made.is_floating_point() and made.dtype != torch.float64 else made
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude of a finite element; 0 if there is none."""
+    values = plain(tensor).abs()
+    finite = values[values.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _words(kind: str, leaves: int) -> str:
+    return f"a {kind} of {leaves} value{'s' if leaves != 1 else ''}"

@@ -1,0 +1,117 @@
+"""One step of the uncut model, and one of the stages, on copies of the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..pipe_ir.clone import clone
+from ..pipe_ir.structure import flatten, map_leaves
+from ..schedule.run.schedules import PlannedSchedule
+from .names import BufferPlace
+from .subject import Call, Subject
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both do: a call of the model and, with a loss, a backward pass."""
+
+    call: Call
+    target: Any
+    loss_fn: Callable[..., Tensor] | None
+    loss_kwargs: Mapping[str, Any]
+
+    def fresh(self) -> Task:
+        """The same task on copies of its tensors, which a run may write to."""
+        copies: dict[int, Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return copies[id(leaf)]
+
+        args, kwargs, target = map_leaves(copied, (tuple(self.call[0]), dict(self.call[1]), self.target))
+        return Task((args, kwargs), target, self.loss_fn, self.loss_kwargs)
+
+    def input_gradients(self) -> Gradients:
+        """The gradients of the arguments that asked for one, after a run."""
+        leaves, structure = flatten({"args": self.call[0], **self.call[1]})
+        paths = ["".join((path[0][2:-2], *path[1:])) for path in structure.paths()]
+        return {
+            path: leaf.grad
+            for path, leaf in zip(paths, leaves, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step gives: `buffers` are those after it, of which `updated` are not as they were."""
+
+    output: Any
+    loss: float | None
+    input_gradients: Gradients
+    buffers: dict[str, Tensor]
+    gradients: Gradients = field(default_factory=dict)
+    updated: tuple[str, ...] = ()
+
+
+def run_uncut(model: nn.Module, task: Task) -> Run:
+    """One step of a copy of the model that shares its tensors. The copy takes what the forward does to attributes."""
+    copy = clone(model)
+    before = _buffers_of(copy)
+    args, kwargs = task.call
+    with torch.set_grad_enabled(task.loss_fn is not None):
+        output = copy(*args, **kwargs)
+        loss = None if task.loss_fn is None else _loss(task, output)
+    if loss is not None and loss.requires_grad:
+        torch.autograd.backward([loss])
+    after = _buffers_of(copy)
+    return Run(
+        map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output),
+        None if loss is None else float(loss.detach()),
+        task.input_gradients(),
+        after,
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()},
+        updated=tuple(name for name, buffer in before.items() if not torch.equal(buffer, after[name])),
+    )
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _loss(task: Task, output: Any) -> Tensor:
+    assert task.loss_fn is not None
+    loss = task.loss_fn(output, task.target, **task.loss_kwargs)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"loss_fn returned {kind} for the uncut model; it must return one number, a tensor without dims"
+        )
+    if not bool(loss.isfinite()):
+        raise InputError(f"the loss of the uncut model is {float(loss.detach())}: there is nothing to compare with")
+    return loss
+
+
+def run_cut(subject: Subject, task: Task, options: Mapping[str, Any], buffers: Mapping[BufferPlace, str]) -> Run:
+    """One step of the stages by the plan, together with the other ranks. The gradients are in their parameters."""
+    schedule = PlannedSchedule(subject.stages, subject.plan, task.loss_fn, **options)
+    args, kwargs = task.call
+    if task.loss_fn is None:
+        output, loss = schedule.eval(*args, **kwargs), None
+    else:
+        output = schedule.step(*args, target=task.target, loss_kwargs=task.loss_kwargs, **kwargs)
+        loss = schedule.mean_loss()
+    modules = {stage.stage_index: stage.submod for stage in subject.stages}
+    held = {name: modules[stage].get_buffer(path).clone() for (stage, path), name in buffers.items()}
+    return Run(output, loss, task.input_gradients(), held)
