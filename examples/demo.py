@@ -1,10 +1,11 @@
-"""Cuts a small GPT into stages, automatically, and shows that nothing else changed: run it with `make demo`."""
+"""Cuts a small GPT into stages, trains them on local ranks, and shows that nothing else changed: run `make demo`."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import sys
+from pathlib import Path
 
 import torch
 from compare import Check, check_forward, check_state, check_training_run, report
@@ -12,6 +13,7 @@ from gpt import GPT, GPTConfig, next_token_loss, random_tokens
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
+from training import draw, train_on_ranks, train_uncut, worst_parameter
 
 from pipecut import Pipe, pipeline
 
@@ -31,10 +33,31 @@ def main() -> int:
         checks = compare(pipe, uncut, config)
     console.print(str(pipe), highlight=False, markup=False)
     console.print()
+    checks += train(console, options)
     if report(console, checks):
         return 0
     console.print("[bold red]The pipe differs from the uncut model.[/]")
     return 1
+
+
+def train(console: Console, options: argparse.Namespace) -> list[Check]:
+    """Train on local ranks and uncut, side by side; print the plan, write the timeline."""
+    config = GPTConfig(layers=options.layers, width=64, tied_embeddings=True)
+    uncut = train_uncut(config, options.steps, console)
+    runs = train_on_ranks(config, options.stages, options.microbatches, options.steps)
+    path = Path("out") / "timeline.svg"
+    path.parent.mkdir(exist_ok=True)
+    plan = draw(runs, options.microbatches, str(path))
+    console.print(f"{plan.name} on {plan.ranks} ranks, {plan.microbatches} microbatches:", highlight=False)
+    console.print(plan.grid(width=118), highlight=False, markup=False)
+    console.print(f"\nThe last step, planned and executed: {path}\n", highlight=False)
+    worst_loss = max(abs(mine - theirs) for run in runs for mine, theirs in zip(run.losses, uncut.losses, strict=True))
+    name, difference = worst_parameter(runs, uncut)
+    losses = f"{uncut.losses[0]:.4f} to {uncut.losses[-1]:.4f}, worst difference {worst_loss:.1e}"
+    return [
+        Check(f"loss of {options.steps} steps on {plan.ranks} ranks", worst_loss < 1e-4, losses),
+        Check("parameters after them", difference < 1e-4, f"worst difference {difference:.1e}, {name}"),
+    ]
 
 
 def compare(pipe: Pipe, uncut: nn.Module, config: GPTConfig) -> list[Check]:
@@ -58,7 +81,9 @@ def _progress(console: Console) -> Progress:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="how many stages (default: %(default)s)")
+    parser.add_argument("--stages", type=int, default=4, help="how many stages, and ranks (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="how many steps to train (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of each step (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="how many layers the GPT has (default: %(default)s)")
     return parser.parse_args()
 
