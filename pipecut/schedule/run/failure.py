@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -54,18 +54,27 @@ class Failure:
     waited: bool = False  # until the timeout
 
     def __str__(self) -> str:
+        return self.told(_plain_name)
+
+    def told(self, name_of: Callable[[int], str]) -> str:
+        """The failure in words, with names for ranks."""
+        rank = name_of(self.rank)
         if self.lost is None:
-            return f"rank {self.rank} failed {self.where}: {self.error}"
-        other = "another rank" if self.lost < 0 else f"rank {self.lost}"
+            return f"{rank} failed {self.where}: {self.error}"
+        other = "another rank" if self.lost < 0 else name_of(self.lost)
         if self.waited:
             return (
-                f"rank {self.rank} waited in vain for {other} {self.where}: that one is busy for longer than "
-                "the process group's timeout, or did not call step(), eval() or mean_loss() as this rank did"
+                f"{rank} waited in vain for {other} {self.where}: that one is busy for longer than the process group's "
+                "timeout, or did not call step(), eval() or mean_loss() as this rank did"
             )
         return (
-            f"rank {self.rank} lost its connection to {other} {self.where}: the process of {other} has ended or was "
-            "killed; its own output tells why"
+            f"{rank} lost its connection to {other} {self.where}: the process of {other} has ended or was killed; its "
+            "own output tells why"
         )
+
+
+def _plain_name(rank: int) -> str:
+    return f"rank {rank}"
 
 
 def describe(
@@ -112,7 +121,12 @@ class Alarm:
         except _StoreIsGoneError:
             first = failure
         self._close_connections(rank for rank in range(dist.get_world_size(self.group)) if rank != self.rank)
-        return StepError(f"the step failed: {first}")
+        return StepError(f"the step failed: {first.told(self._name)}")
+
+    def _name(self, rank: int) -> str:
+        """A rank of the pipeline as the user knows it."""
+        everywhere = dist.get_global_rank(self.group, rank)
+        return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
     def _first_of(self, failure: Failure) -> Failure:
         end = time.monotonic() + (PATIENCE if failure.lost is not None else 0)
