@@ -33,7 +33,9 @@ class Shards(Alone):
         self._module = module
         self._passages = [_passage(root) for root in _roots(module)]
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
-        self.groups = _groups_of(module)
+        self.groups = _groups_of(self._parts)
+        # Their reduce_scatter would wait for ever if the connection was closed before; a barrier tells.
+        self._groups_without_alarm = [group for group in self.groups if dist.get_backend(group) == "gloo"]
         self.is_sharded = any(map(_holds_shards, parts))
         self._handles: list[UnshardHandle | None] = []
         self._is_planned = False
@@ -72,6 +74,8 @@ class Shards(Alone):
             part.reshard()
 
     def reduce_gradients(self) -> None:
+        for group in self._groups_without_alarm:
+            dist.barrier(group)
         self._set_last_backward(True)
         self._accumulates = False
         self._call_hooks()
@@ -94,10 +98,16 @@ class Shards(Alone):
             end.backward()  # type: ignore[no-untyped-call]
 
 
-def _groups_of(module: nn.Module) -> list[dist.ProcessGroup]:
-    meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
-    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    return list({group.group_name: group for group in groups}.values())
+def _groups_of(parts: Sequence[FSDPModule]) -> list[dist.ProcessGroup]:
+    """The process groups of the parts' meshes. Those of the parameters' may be other ones, over the same ranks."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for part in parts:
+        state: Any = part._get_fsdp_state()
+        held = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameters in held:
+            groups = () if parameters is None else parameters.mesh_info.mesh.get_all_groups()
+            found |= {group.group_name: group for group in groups}
+    return list(found.values())
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -52,9 +52,10 @@ class Failure:
     error: str
     lost: int | None = None  # the rank to which the connection broke, if that is all that is known
     waited: bool = False  # until the timeout
+    text: str = ""  # all of it in words
 
     def __str__(self) -> str:
-        return self.told(_plain_name)
+        return self.text or self.told(_plain_name)
 
     def told(self, name_of: Callable[[int], str]) -> str:
         """The failure in words, with names for ranks."""
@@ -104,60 +105,63 @@ def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
 
 
 class Alarm:
-    """What the ranks of a process group tell each other of a failure."""
+    """What the ranks of a process group tell each other of a failure; and, over `copies`, those of other pipelines."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, copies: Iterable[dist.ProcessGroup] = ()
+    ) -> None:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # torch.distributed is initialised
-        self.group: dist.ProcessGroup = world
+        self.groups: list[dist.ProcessGroup] = [world, *copies]
         self.device = device
-        self.rank = dist.get_rank(group)
-        self.store = self.group.get_group_store()
+        self.stores = [group.get_group_store() for group in self.groups]
 
     def raise_on_all(self, failure: Failure) -> StepError:
         """Tell the others, and make the error to raise here: the first failure of all, whoever had it."""
+        # In words from here on: another pipeline numbers its ranks in its own way.
+        failure = replace(failure, text=failure.told(self._name))
         try:
             first = self._first_of(failure)
         except _StoreIsGoneError:
             first = failure
-        self._close_connections(rank for rank in range(dist.get_world_size(self.group)) if rank != self.rank)
-        return StepError(f"the step failed: {first.told(self._name)}")
+        for group in self.groups:
+            self._close_connections(group)
+        return StepError(f"the step failed: {first}")
 
     def _name(self, rank: int) -> str:
         """A rank of the pipeline as the user knows it."""
-        everywhere = dist.get_global_rank(self.group, rank)
+        everywhere = dist.get_global_rank(self.groups[0], rank)
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
     def _first_of(self, failure: Failure) -> Failure:
         end = time.monotonic() + (PATIENCE if failure.lost is not None else 0)
         while (first := self._read()) is None and time.monotonic() < end:
             time.sleep(0.05)
-        if first is None:
-            self._write(failure)
-            first = self._read()
-        return failure if first is None else first
+        self._write(failure if first is None else first)
+        return self._read() or failure
 
     def _write(self, failure: Failure) -> None:
         try:
-            self.store.compare_set(KEY, "", json.dumps(asdict(failure)))
+            for store in self.stores:
+                store.compare_set(KEY, "", json.dumps(asdict(failure)))
         except (RuntimeError, OSError) as error:
             raise _StoreIsGoneError from error
 
     def _read(self) -> Failure | None:
         try:
-            return Failure(**json.loads(self.store.get(KEY))) if self.store.check([KEY]) else None
+            told = [store for store in self.stores if store.check([KEY])]
+            return Failure(**json.loads(told[0].get(KEY))) if told else None
         except (RuntimeError, OSError) as error:
             raise _StoreIsGoneError from error
 
-    def _close_connections(self, peers: Iterable[int]) -> None:
+    def _close_connections(self, group: dist.ProcessGroup) -> None:
         """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
-        backend = dist.get_backend(self.group)
-        if backend != "gloo":
-            self.group._get_backend(self.device).abort()
+        if dist.get_backend(group) != "gloo":
+            group._get_backend(self.device).abort()
             return
-        for peer in peers:
+        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
             try:
-                work = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=1)
+                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=1)
                 assert work is not None  # this rank is in the group
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:

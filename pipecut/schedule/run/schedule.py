@@ -94,6 +94,7 @@ class PipelineSchedule:
         """Make the transports, and check that the stages are those that the plan puts here."""
         check_stages(self.stages, self.plan, in_process=self.in_process, distributed=self._is_distributed())
         device = self.stages[0].device
+        groups = {group.group_name: group for stage in self.stages for group in stage.replica.groups}
         if self.in_process:
             office = PostOffice()
             self._office = office
@@ -105,12 +106,11 @@ class PipelineSchedule:
                     f"the plan is for {self.plan.ranks} ranks, and the process group has {distributed.ranks}"
                 )
             self._transports = [distributed]
-            self._alarm = Alarm(self.stages[0].group, device)
+            self._alarm = Alarm(self.stages[0].group, device, groups.values())
             self._agreement = Agreement(self.stages[0].group, self._timeout)
             self._number = self._agreement.number
             for stage in self.stages:
                 refuse_ranks_of_pipeline(stage.replica, stage.stage_index, stage.group)
-        groups = {group.group_name: group for stage in self.stages for group in stage.replica.groups}
         self._agreements_of_copies = [Agreement(group, self._timeout) for group in groups.values()]
         given = {stage.stage_index for stage in self.stages}
         wanted = {stage for transport in self._transports for stage in self.plan.placement.stages_of[transport.rank]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,22 +43,40 @@ class _Holders:
             parameter.grad = None
 
     def own(self) -> Tensor:
-        """The sum of this step on this rank."""
-        made = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return sum(made[1:], made[0]) if made else torch.zeros_like(self.parameters[0])
+        """The sum of this step on this rank; of a parameter in shards, that of the shard."""
+        made = [_shard(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        return sum(made[1:], made[0]) if made else torch.zeros_like(_shard(self.parameters[0]))
 
     def give(self, total: Tensor | None) -> None:
         """The sum of all ranks, added to what was there before; None if there is none."""
         for parameter, before in zip(self.parameters, self._before or [None] * len(self.parameters), strict=True):
-            parts = [part for part in (before, total) if part is not None]
+            parts = [_shard(part) for part in (before, total) if part is not None]
             # Holders do not share a tensor: an optimizer may change a gradient in place.
-            parameter.grad = None if not parts else parts[0] + parts[1] if len(parts) == 2 else parts[0].clone()
+            summed = None if not parts else parts[0] + parts[1] if len(parts) == 2 else parts[0].clone()
+            parameter.grad = None if summed is None else _like(parameter, summed)
         self._before = None
 
     @property
     def is_waiting(self) -> bool:
         """Whether the gradients of this step are still to be summed."""
         return self._before is not None
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local().detach()
+
+
+def _like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """A shard as a tensor of the kind of its parameter: sharded in the same way."""
+    if not hasattr(parameter, "to_local"):
+        return shard
+    kind: Any = type(parameter.data)
+    sharding: Any = parameter
+    return kind.from_local(  # type: ignore[no-any-return]
+        shard, sharding.device_mesh, sharding.placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 class DistributedTies:
