@@ -1,7 +1,7 @@
 """What it costs to split the backward of a stage: the input part and the weight part, beside the backward in full.
 
-The full backward is torch's own, with the input's gradient taken from it. One forward a run, which does not count.
-Every parameter has a gradient already, as from the second microbatch on.
+One thread. The forwards do not count. Every parameter has a gradient already, as from the second microbatch on. A stage
+of small layers does nearly all in the input part: there is nothing to gain from putting anything off, only to lose.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,10 @@ from pipecut.stage.backward import StageWeights, full_backward, input_backward, 
 
 from .measure import Goal, clock, in_turn, median_ratio, show_goals, show_table
 
-FULL, OURS, PEER_FULL, PEER = "full", "pipecut, I + W", "peer, full", "peer, I + W"
+FULL, SPLIT, PEER_FULL, PEER_SPLIT = "full", "split", "peer, full", "peer, split"
 ROUNDS_FOR_EACH = 20
-LEAST_SECONDS_A_ROUND = 0.02
+SECONDS_A_ROUND, MOST_REPEATS = 0.02, 50
 LIMIT = 1.05
-
-Times: TypeAlias = dict[str, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,31 @@ class Case:
     value: Tensor
 
 
+class Spent(NamedTuple):
+    """Seconds for a whole backward, and for its part up to the input gradients."""
+
+    total: float
+    inputs: float
+
+
+Times: TypeAlias = dict[str, list[Spent]]
+# Runs a backward from an output, with a gradient, to an input; returns when the input's gradient was there.
+Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor], float]
+
+
 def cases() -> Iterator[Case]:
     """From layers that take microseconds to layers that take milliseconds."""
     for width, rows in ((16, 16), (64, 64), (256, 64), (256, 512), (1024, 64), (1024, 512)):
         layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())]
         yield Case(f"8 linear layers, width {width}, {rows} rows", nn.Sequential(*layers), torch.randn(rows, width))
-    for width, length in ((32, 16), (128, 64), (512, 128)):
-        blocks = [
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(2)
-        ]
-        name = f"2 transformer blocks, width {width}, 2 x {length} tokens"
-        yield Case(name, nn.Sequential(*blocks), torch.randn(2, length, width))
+    for width, tokens in ((32, 16), (128, 64), (512, 128)):
+        make_block = functools.partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True, norm_first=True)
+        blocks = [make_block(width, 4, 4 * width) for _ in range(2)]
+        name = f"2 transformer blocks, width {width}, 2 x {tokens} tokens"
+        yield Case(name, nn.Sequential(*blocks), torch.randn(2, tokens, width))
     for channels, size in ((8, 8), (64, 32)):
-        layers = [
-            layer
-            for _ in range(4)
-            for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
-        ]
+        make_layers = (nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+        layers = [copy.deepcopy(layer) for _ in range(4) for layer in make_layers]
         name = f"4 convolutions, {channels} channels, 4 x {size} x {size}"
         yield Case(name, nn.Sequential(*layers), torch.randn(4, channels, size, size))
 
@@ -65,47 +70,43 @@ def run(rounds: int) -> None:
     rounds *= ROUNDS_FOR_EACH
     measured = {case.name: measure(case, rounds) for case in cases()}
     show_table(
-        f"backward of one stage: CPU microseconds, medians of {rounds} rounds",
-        ["", "time", "of full", "input part, of full", "of the peer"],
-        [_row(case, side, times) for case, times in measured.items() for side in times],
+        f"backward of a stage: CPU microseconds in full, and what else takes as part of that; {rounds} rounds",
+        ["", "full", "I + W", "I alone", "peer, full", "peer, I + W", "peer, I alone"],
+        [_row(case, times) for case, times in measured.items()],
     )
-    show_goals(list(_goals(measured)))
+    show_goals([Goal(f"{case}: I + W, of full", _ratio(times, SPLIT), LIMIT) for case, times in measured.items()])
 
 
 def measure(case: Case, rounds: int) -> Times:
-    """Seconds of the input part and the weight part of one backward, a list for each side."""
-    makers: dict[str, Callable[[nn.Module], Backward]] = {
-        FULL: lambda module: _full,
-        OURS: lambda module: functools.partial(_split, StageWeights(module.parameters())),
-        PEER_FULL: lambda module: _peer_full,
-        PEER: lambda module: functools.partial(_peer_split, module),
+    """What each side spends on one backward, each on a copy of the stage."""
+    modules = {name: copy.deepcopy(case.module) for name in (FULL, SPLIT, PEER_FULL, PEER_SPLIT)}
+    backwards: dict[str, Backward] = {
+        FULL: _full,
+        SPLIT: functools.partial(_split, StageWeights(modules[SPLIT].parameters())),
+        PEER_FULL: _peer_full,
+        PEER_SPLIT: functools.partial(_peer_split, modules[PEER_SPLIT]),
     }
-    reference = copy.deepcopy(case.module)
-    once, _ = _time(reference, _full, case.value, 3)
-    repeats = max(1, min(50, int(LEAST_SECONDS_A_ROUND / once)))
-    sides = {}
-    for name, make in makers.items():
-        module = copy.deepcopy(case.module)
-        sides[name] = functools.partial(_time, module, make(module), case.value, repeats)
+    once = _spend(case.module, _full, case.value, repeats=3).total
+    repeats = max(1, min(MOST_REPEATS, int(SECONDS_A_ROUND / once)))
+    sides = {
+        name: functools.partial(_spend, modules[name], backward, case.value, repeats)
+        for name, backward in backwards.items()
+    }
     return in_turn(sides, rounds, case.name)
 
 
-Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor], float]
-
-
-def _time(module: nn.Module, backward: Backward, value: Tensor, repeats: int) -> tuple[float, float]:
-    """Seconds for the whole backward and for its input part, on average."""
-    total = first = 0.0
+def _spend(module: nn.Module, backward: Backward, value: Tensor, repeats: int) -> Spent:
+    total = inputs = 0.0
     gradient = torch.ones_like(value)
-    for nth in range(-1, repeats):
+    for nth in range(repeats + 1):
         leaf = value.detach().requires_grad_()
         output = module(leaf)
         begin = clock()
         middle = backward(output, gradient, leaf)
         end = clock()
-        if nth >= 0:  # the first brings this side's memory back to the caches
-            total, first = total + end - begin, first + middle - begin
-    return total / repeats, first / repeats
+        if nth:  # the first one brings this side's memory back to the caches, where a loop of its own would have it
+            total, inputs = total + end - begin, inputs + middle - begin
+    return Spent(total / repeats, inputs / repeats)
 
 
 def _full(output: Tensor, gradient: Tensor, leaf: Tensor) -> float:
@@ -132,22 +133,16 @@ def _peer_split(module: nn.Module, output: Tensor, gradient: Tensor, leaf: Tenso
     return middle
 
 
-def _totals(times: Times, side: str) -> list[float]:
-    return [total for total, _ in times[side]]
+def _ratio(times: Times, side: str) -> float:
+    return median_ratio([spent.total for spent in times[side]], [spent.total for spent in times[FULL]])
 
 
-def _row(case: str, side: str, times: Times) -> list[str]:
-    totals, firsts = _totals(times, side), [first for _, first in times[side]]
-    peer = PEER if side == OURS else PEER_FULL
-    return [
-        f"{case}: {side}",
-        f"{1e6 * statistics.median(totals):,.0f}",
-        f"{median_ratio(totals, _totals(times, FULL)):.3f}",
-        f"{median_ratio(firsts, _totals(times, FULL)):.3f}",
-        f"{median_ratio(totals, _totals(times, peer)):.3f}",
-    ]
+def _input_ratio(times: Times, side: str) -> float:
+    return median_ratio([spent.inputs for spent in times[side]], [spent.total for spent in times[FULL]])
 
 
-def _goals(measured: dict[str, Times]) -> Iterator[Goal]:
-    for case, times in measured.items():
-        yield Goal(f"{case}: I + W, of full", median_ratio(_totals(times, OURS), _totals(times, FULL)), LIMIT)
+def _row(case: str, times: Times) -> list[str]:
+    ratios = _ratio(times, SPLIT), _input_ratio(times, SPLIT), _ratio(times, PEER_FULL)
+    ratios += _ratio(times, PEER_SPLIT), _input_ratio(times, PEER_SPLIT)
+    full = 1e6 * statistics.median(spent.total for spent in times[FULL])
+    return [case, f"{full:,.0f}", *(f"{ratio:.3f}" for ratio in ratios)]

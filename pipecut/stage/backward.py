@@ -22,7 +22,7 @@ from .held_gradients import hold_gradients
 from .input_gradients import defer_weights
 from .pending import PendingWeights, nothing
 from .stage_weights import StageWeights
-from .starts import Gradients, Starts, find_receivers, find_starts, take_gradients
+from .starts import Gradients, Receivers, Starts, find_receivers, find_starts, take_gradients
 from .worth import least_work, pays
 
 __all__ = ["PendingWeights", "StageWeights", "full_backward", "input_backward", "weight_backward"]
@@ -72,15 +72,18 @@ def input_backward(
         return (None,) * len(inputs), _all_later(starts)
     free = parameters if isinstance(parameters, StageWeights) and parameters.are_free() else None
     on_cpu = starts.outputs[0].is_cpu
-    if free is not None and not pays(free.sizes, receivers.values(), on_cpu):
+    if free is not None and not (pays(free.sizes, receivers.values(), on_cpu) and _may_be_chosen(receivers)):
         return hold_gradients(starts, inputs, receivers, free.parameters)
     roots = [get_gradient_edge(output).node for output in starts.outputs]
     graph = Graph(roots, receivers.values(), least_work(on_cpu))
+    if graph.has_reentrant_checkpoint or not graph.reaches_inputs:
+        graph.discard()
     if not graph.reaches_inputs:
         return (None,) * len(inputs), _all_later(starts)
-    if free is not None and (not graph.cuts or graph.has_reentrant_checkpoint):
+    if free is not None and not graph.cuts:
         return hold_gradients(starts, inputs, receivers, free.parameters)
-    _refuse_reentrant_checkpoint(graph)
+    if graph.has_reentrant_checkpoint:
+        raise _reentrant_checkpoint()
     return defer_weights(starts, inputs, receivers, graph)
 
 
@@ -94,11 +97,15 @@ def _all_later(starts: Starts) -> PendingWeights:
     return PendingWeights(functools.partial(accumulate, edges, starts.gradients))
 
 
-def _refuse_reentrant_checkpoint(graph: Graph) -> None:
-    if graph.has_reentrant_checkpoint:
-        raise InputError(
-            "a stage with checkpoint(..., use_reentrant=True) cannot be split into input_backward and weight_backward "
-            "while somebody may listen to its parameters' gradients (hooks, DistributedDataParallel, fully_shard), for "
-            "it adds them all at once. Use use_reentrant=False; or, if nobody listens, pass as parameters "
-            "StageWeights(module.parameters()), made before the forward"
-        )
+def _may_be_chosen(receivers: Receivers) -> bool:
+    """Whether no hook is on the inputs: some, on several tensors at once, work in a full backward only."""
+    return not any(leaf._backward_hooks for leaf in receivers.values())
+
+
+def _reentrant_checkpoint() -> InputError:
+    return InputError(
+        "a stage with checkpoint(..., use_reentrant=True) cannot be split into input_backward and weight_backward "
+        "while somebody may listen to its parameters' gradients (hooks, DistributedDataParallel, fully_shard), for "
+        "it adds them all at once. Use use_reentrant=False; or, if nobody listens, pass as parameters "
+        "StageWeights(module.parameters()), made before the forward"
+    )

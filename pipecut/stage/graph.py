@@ -52,6 +52,12 @@ class Graph:
                 cut.deferred.unhook()
                 self._walk(cut.first_behind)
 
+    def discard(self) -> None:
+        """Take back all cuts, and with them the hooks on the operations."""
+        for cut in self.cuts:
+            cut.deferred.unhook()
+        self.cuts = []
+
     def _walk(self, stack: list[Node]) -> None:
         nodes = self._nodes
         while stack:

@@ -38,9 +38,13 @@ def defer_weights(
         cut.deferred.arrived(found.pop())
     received = _own_gradients(receivers, found, starts.gradients)
     gradients = tuple(received.get(index) for index in range(len(inputs)))
-    held = zip(graph.parameters, found[len(receivers) :], strict=True)
-    pairs = [(parameter, gradient) for parameter, gradient in held if gradient is not None]
-    return gradients, PendingWeights(functools.partial(_finish, pairs, groups_of(graph.cuts)))
+    ways: list[Way] = []
+    held: list[Tensor] = []
+    for parameter, gradient in zip(graph.parameters, found[len(receivers) :], strict=True):
+        if gradient is not None:
+            ways.append(parameter)
+            held.append(gradient)
+    return gradients, PendingWeights(functools.partial(_finish, ways, held, groups_of(graph.cuts)))
 
 
 def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -73,14 +77,11 @@ def _silent(parameters: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before | since)
 
 
-def _finish(held: list[tuple[Tensor, Tensor]], groups: list[list[Deferred]]) -> None:
-    """Compute what was put off, and let autograd add it and what was held to `.grad`, hooks and all.
+def _finish(ways: list[Way], gradients: list[Tensor], groups: list[list[Deferred]]) -> None:
+    """Compute what was put off, and let autograd add it, and the gradients that were held, to `.grad`, hooks and all.
 
     Autograd must sum what a group of gradients has in common before it calls a hook: it gets each group at once.
     """
-    ways: list[Way] = [parameter for parameter, _ in held]
-    gradients = [gradient for _, gradient in held]
-    held.clear()
     waiting = 0
     while groups:
         for deferred in groups.pop():
@@ -90,7 +91,13 @@ def _finish(held: list[tuple[Tensor, Tensor]], groups: list[list[Deferred]]) -> 
                 waiting += gradient.nbytes
                 del gradient
         if waiting >= _BYTES_AT_ONCE:
-            accumulate(ways, gradients)
-            ways, gradients, waiting = [], [], 0
+            _pass_on(ways, gradients)
+            waiting = 0
+    _pass_on(ways, gradients)
+
+
+def _pass_on(ways: list[Way], gradients: list[Tensor]) -> None:
     if ways:
         accumulate(ways, gradients)
+    ways.clear()
+    gradients.clear()

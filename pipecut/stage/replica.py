@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InputError
 
 Context = contextlib.AbstractContextManager[None]
+_NOTHING = contextlib.nullcontext()
 
 
 class Replica(Protocol):
@@ -63,13 +64,13 @@ class Alone:
     groups: Sequence[dist.ProcessGroup] = ()
 
     def forward(self) -> Context:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def backward(self) -> Context:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def weight_backward(self) -> Context:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def unshard(self) -> None: ...
 

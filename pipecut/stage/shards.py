@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from .replica import Alone
 
@@ -22,7 +22,10 @@ Passage = Callable[[Tensor], Tensor]
 
 
 class Shards(Alone):
-    """A module of which some parts, or all of it, are under fully_shard, or replicate of the same family."""
+    """A module of which some parts, or all of it, are under fully_shard, or replicate of the same family.
+
+    What the user said of gradient sync and of resharding holds outside of steps only.
+    """
 
     is_reduced = True
 
@@ -32,11 +35,12 @@ class Shards(Alone):
             part.reshard()
         self._module = module
         self._passages = [_passage(root) for root in _roots(module)]
+        self._device = next(module.parameters()).device
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
-        self.groups = _groups_of(self._parts)
-        # Their reduce_scatter would wait for ever if the connection was closed before; a barrier tells.
-        self._groups_without_alarm = [group for group in self.groups if dist.get_backend(group) == "gloo"]
-        self.is_sharded = any(map(_holds_shards, parts))
+        self._sharding_parts = [part for part in self._parts if any(map(_shards, _meshes(part)))]
+        self.is_sharded = bool(self._sharding_parts)
+        groups = [group for part in self._parts for info in _meshes(part) for group in info.mesh.get_all_groups()]
+        self.groups = list({group.group_name: group for group in groups}.values())
         self._handles: list[UnshardHandle | None] = []
         self._is_planned = False
         self._accumulates = False
@@ -51,7 +55,7 @@ class Shards(Alone):
         self._accumulate()
         for part in self._parts:
             part.unshard()
-        casts = [parameter.dtype for parameter in self._module.parameters()] != self._dtypes
+        casts = self._casts
         yield
         if casts:
             # What is added up in a higher precision has to be taken over from each microbatch.
@@ -59,9 +63,9 @@ class Shards(Alone):
 
     def unshard(self) -> None:
         if not self._is_planned:
-            # From now on the plan decides, and not every forward and backward by itself.
+            # From now on the plan decides, and not every forward by itself.
             self._is_planned = True
-            for part in filter(_holds_shards, self._parts):
+            for part in self._sharding_parts:
                 part.set_reshard_after_forward(False, recurse=False)
         self._handles = [part.unshard(async_op=True) for part in self._parts]
 
@@ -74,11 +78,18 @@ class Shards(Alone):
             part.reshard()
 
     def reduce_gradients(self) -> None:
-        for group in self._groups_without_alarm:
-            dist.barrier(group)
-        self._set_last_backward(True)
+        for group in self.groups:
+            if dist.get_backend(group) == "gloo":
+                # Its reduce_scatter waits for ever on a connection that was closed before; its barrier does not.
+                dist.barrier(group)
         self._accumulates = False
+        self._set_last_backward(True)
         self._call_hooks()
+
+    @cached_property
+    def _casts(self) -> bool:
+        """Whether the parameters, which are gathered now, have another dtype than their shards."""
+        return [parameter.dtype for parameter in self._module.parameters()] != self._dtypes
 
     def _accumulate(self) -> None:
         if not self._accumulates:
@@ -94,20 +105,8 @@ class Shards(Alone):
     def _call_hooks(self) -> None:
         for passage in self._passages:
             with torch.enable_grad():
-                end = passage(torch.zeros((), requires_grad=True))
+                end = passage(torch.zeros((), device=self._device, requires_grad=True))
             end.backward()  # type: ignore[no-untyped-call]
-
-
-def _groups_of(parts: Sequence[FSDPModule]) -> list[dist.ProcessGroup]:
-    """The process groups of the parts' meshes. Those of the parameters' may be other ones, over the same ranks."""
-    found: dict[str, dist.ProcessGroup] = {}
-    for part in parts:
-        state: Any = part._get_fsdp_state()
-        held = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameters in held:
-            groups = () if parameters is None else parameters.mesh_info.mesh.get_all_groups()
-            found |= {group.group_name: group for group in groups}
-    return list(found.values())
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
@@ -129,7 +128,14 @@ def _passage(root: nn.Module) -> Passage:
     return passage
 
 
-def _holds_shards(part: Any) -> bool:
-    """Whether a part, in contrast to one under replicate, has its parameters in pieces."""
-    parameters = [parameter for parameter in part.parameters() if isinstance(parameter, DTensor)]
-    return any(placement.is_shard() for parameter in parameters for placement in parameter.placements)
+def _meshes(part: FSDPModule) -> list[Any]:
+    """Over what a part is held. Nothing public tells: its parameters may have other meshes, over the same ranks."""
+    state: Any = part._get_fsdp_state()
+    # The latter where torch knows one group of parameters only.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group.mesh_info for group in groups if group is not None]
+
+
+def _shards(mesh_info: Any) -> bool:
+    """Whether parameters are in pieces; under replicate they are not."""
+    return mesh_info.shard_mesh_dim is not None

@@ -55,7 +55,7 @@ class StageWeights:
 
     def are_free(self) -> bool:
         """Whether it makes no difference who adds gradients to `.grad`: nobody waits for autograd to do it."""
-        if self._are_held or not self._are_plain:
+        if self._are_held:
             return False
         if self._hooks_when_free != hooks_of_others():
             if any(map(_has_hooks, self.parameters)):

@@ -119,7 +119,9 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(name: str) -> None
         )
         schedule.step(x, target=x)
         model.zero_grad(set_to_none=True)
-        peaks.append(peak_bytes(partial(schedule.step, x, target=x, return_outputs=False)))
+        run = partial(schedule.step, x, target=x, return_outputs=False)
+        # The least of three: on a busy machine the profiler sees some frees late.
+        peaks.append(min(peak_bytes(run) for _ in range(3)))
     # 48 losses of 4 bytes each more, and not one activation.
     assert peaks[1] - peaks[0] < activation, f"{peaks} bytes, an activation has {activation}"
 

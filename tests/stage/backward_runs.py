@@ -94,7 +94,8 @@ def run_step(operation: str, batch: Microbatch, weights: Any) -> None:
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
     """A copy of each parameter's grad, by name."""
-    return {name: copy.deepcopy(parameter.grad) for name, parameter in module.named_parameters()}
+    named = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: None if gradient is None else gradient.detach().clone() for name, gradient in named.items()}
 
 
 def copied(module: nn.Module) -> nn.Module:

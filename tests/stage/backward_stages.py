@@ -192,14 +192,14 @@ def scaled_by_weight_hook(self: Any, value: Tensor) -> Tensor:
 def scaled_by_node_hooks(self: Any, ids: Tensor, value: Tensor) -> Tensor:
     looked_up = self.embedding(ids)
     looked_up.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
-    made = self.first(value)
+    made = self.first(value[:, 0])
     made.grad_fn.register_hook(lambda gradients, _: tuple(None if g is None else g * 3 for g in gradients))
-    return made + looked_up
+    return made[:, None] + looked_up
 
 
 def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
     def run(self: Any, value: Tensor) -> Tensor:
-        return self.second(checkpoint(self.first, self.second(value).relu(), use_reentrant=reentrant))
+        return self.second(checkpoint(lambda v: self.first(self.second(v).relu()), value, use_reentrant=reentrant))
 
     return run
 
@@ -286,6 +286,11 @@ WEIGHTS = [
     ),
     StageCase(
         "rounded weight", linears(lambda s, v: F.linear(s.first(v), StraightThrough.apply(s.second.weight))), rows
+    ),
+    StageCase(
+        "rounded weight, not transposed",
+        linears(lambda s, v: s.first(v) @ StraightThrough.apply(s.second.weight)),
+        rows,
     ),
     StageCase(
         "slices of one weight", lambda: Runs(lambda s, v: v @ s.w[:8] + (v @ s.w[8:]).relu(), w=parameter(16, 8)), rows

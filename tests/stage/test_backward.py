@@ -103,6 +103,22 @@ def test_gradients_of_another_dtype(way: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["sparse", "part of a graph"])
+def test_existing_gradients_of_another_kind(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, theirs = nn.Linear(8, 8), nn.Linear(8, 8)
+    theirs.load_state_dict(module.state_dict())
+    for parameter in (*module.parameters(), *theirs.parameters()):
+        existing = torch.ones_like(parameter)
+        parameter.grad = existing.to_sparse() if kind == "sparse" else (existing.requires_grad_() * 2)
+    inputs = floats(6, 8)
+    weights = choose_way(way, monkeypatch)(module)
+    theirs(inputs).sum().backward()
+    _, pending = input_backward([module(inputs).sum()], [None], [inputs], weights)
+    weight_backward(pending)
+    assert_same_gradients("", gradients_of(module), gradients_of(theirs), exact=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_devices_other_than_the_cpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device: nothing is computed, but everything goes the way that it goes on an accelerator."""
     module = stack().to("meta")
