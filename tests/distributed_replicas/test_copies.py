@@ -190,6 +190,31 @@ def test_parameters_that_one_copy_or_none_uses(ranks: RankProcesses, schedule: s
     ranks.run(use_some, schedule, {option: True})
 
 
+class Idle(Part):
+    """Does nothing for the samples of one replica."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1] > 0
+        return torch.where(chosen, super().forward(x), x) if bool(chosen.any()) else x
+
+
+def let_first_stage_idle(number: int) -> None:
+    made: list[nn.Module] = []
+
+    def part(width: int) -> nn.Module:
+        made.append(Part(width) if made else Idle(width))
+        return made[-1]
+
+    grid = Grid(number, "1F1B", partial(copied, find_unused_parameters=True), parts=part)
+    for seed in range(2):
+        grid.step(seed)
+        grid.check_gradients()
+
+
+def test_a_copy_that_uses_no_parameter_at_all(ranks: RankProcesses) -> None:
+    ranks.run(let_first_stage_idle)
+
+
 def freeze_one(number: int) -> None:
     grid = Grid(number, "1F1B", partial(copied, find_unused_parameters=True))
     for stage, module in grid.modules.items():
