@@ -33,9 +33,7 @@ class SeparateRanks:
         self.sizes = pipe.sizes(*call[0], **call[1])
         self.edges = {(edge.target, edge.value): edge for edge in pipe.edges}
         # The first rank sends the model's inputs on before it runs.
-        self.sent = {
-            edge: sent_copy(self.roots[edge.value], edge) for edge in pipe.edges if edge.kind == "root input"
-        }
+        self.sent = {edge: sent_copy(self.roots[edge.value], edge) for edge in pipe.edges if edge.kind == "root input"}
         self.made: list[dict[int, Tensor]] = []
 
     def forward(self) -> Any:

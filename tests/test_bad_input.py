@@ -51,8 +51,12 @@ def refused(message: str, *args: object, **kwargs: object) -> None:
 
 
 def test_an_unknown_module_path_is_named_and_the_nearest_are_offered() -> None:
-    refused("split_spec names 'layer.1', which is not a module of Net. Did you mean 'layers.1'", Net(), (X,),
-            split_spec={"layer.1": SplitPoint.BEGINNING})
+    refused(
+        "split_spec names 'layer.1', which is not a module of Net. Did you mean 'layers.1'",
+        Net(),
+        (X,),
+        split_spec={"layer.1": SplitPoint.BEGINNING},
+    )
 
 
 def test_all_faults_of_a_split_spec_are_told_at_once() -> None:
@@ -72,34 +76,59 @@ def test_a_split_spec_key_that_is_not_a_path_is_refused() -> None:
 
 
 def test_a_module_that_is_never_called_cannot_be_a_split_point() -> None:
-    refused("split_spec names 'spare', which the model does not call with these example inputs", Net(), (X,),
-            split_spec={"spare": SplitPoint.BEGINNING})
+    refused(
+        "split_spec names 'spare', which the model does not call with these example inputs",
+        Net(),
+        (X,),
+        split_spec={"spare": SplitPoint.BEGINNING},
+    )
 
 
 def test_a_container_that_is_never_called_says_to_name_a_member() -> None:
-    refused("a container is never called itself: name one of its members", Net(), (X,),
-            split_spec={"layers": SplitPoint.BEGINNING})
+    refused(
+        "a container is never called itself: name one of its members",
+        Net(),
+        (X,),
+        split_spec={"layers": SplitPoint.BEGINNING},
+    )
 
 
 def test_a_call_that_does_not_happen_is_refused_with_the_number_of_calls() -> None:
-    refused("split_spec names call #1 of 'layers.1', which is called 1 time (#0 to #0)", Net(), (X,),
-            split_spec={"layers.1#1": SplitPoint.BEGINNING})
+    refused(
+        "split_spec names call #1 of 'layers.1', which is called 1 time (#0 to #0)",
+        Net(),
+        (X,),
+        split_spec={"layers.1#1": SplitPoint.BEGINNING},
+    )
 
 
 def test_a_cut_that_leaves_the_first_stage_empty_is_refused() -> None:
-    refused("stage 0 would be empty: there is nothing to run between the beginning of the model and the cut before "
-            "'layers.0'", Net(), (X,), split_spec={"layers.0": SplitPoint.BEGINNING})
+    refused(
+        "stage 0 would be empty: there is nothing to run between the beginning of the model and the cut before "
+        "'layers.0'",
+        Net(),
+        (X,),
+        split_spec={"layers.0": SplitPoint.BEGINNING},
+    )
 
 
 def test_two_cuts_with_nothing_between_them_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    refused("stage 1 would be empty: there is nothing to run between the cut after '0' and the cut before '1'", model,
-            (X,), split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING})
+    refused(
+        "stage 1 would be empty: there is nothing to run between the cut after '0' and the cut before '1'",
+        model,
+        (X,),
+        split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING},
+    )
 
 
 def test_more_stages_than_places_to_cut_are_refused_with_the_most_that_is_possible() -> None:
-    refused("9 stages were asked for, and this model can be cut into 3 at the most",
-            nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), (X,), num_stages=9)
+    refused(
+        "9 stages were asked for, and this model can be cut into 3 at the most",
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))),
+        (X,),
+        num_stages=9,
+    )
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
@@ -108,8 +137,9 @@ def test_a_number_of_stages_that_is_no_number_is_refused(number: object) -> None
 
 
 def test_two_ways_to_say_where_to_cut_are_refused() -> None:
-    refused("split_spec and num_stages were both given", Net(), (X,), num_stages=2,
-            split_spec={"layers.1": SplitPoint.END})
+    refused(
+        "split_spec and num_stages were both given", Net(), (X,), num_stages=2, split_spec={"layers.1": SplitPoint.END}
+    )
 
 
 def test_marks_and_a_split_spec_together_are_refused() -> None:
@@ -118,8 +148,12 @@ def test_marks_and_a_split_spec_together_are_refused() -> None:
         pipe_split()
         return net.b(x)
 
-    refused("the model has pipe_split() marks in its forward, and split_spec says where to cut too", Scripted(run),
-            (X,), split_spec={"b": SplitPoint.BEGINNING})
+    refused(
+        "the model has pipe_split() marks in its forward, and split_spec says where to cut too",
+        Scripted(run),
+        (X,),
+        split_spec={"b": SplitPoint.BEGINNING},
+    )
 
 
 def test_a_mark_inside_no_grad_is_refused_with_its_place() -> None:
@@ -167,8 +201,12 @@ def test_a_split_spec_inside_a_checkpointed_module_names_the_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.block, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
 
-    refused("the cut before 'block.1' is inside a part under torch.utils.checkpoint (in 'block.1')", Outer(), (X,),
-            split_spec={"block.1": SplitPoint.BEGINNING})
+    refused(
+        "the cut before 'block.1' is inside a part under torch.utils.checkpoint (in 'block.1')",
+        Outer(),
+        (X,),
+        split_spec={"block.1": SplitPoint.BEGINNING},
+    )
 
 
 def test_a_model_that_cannot_be_traced_shows_the_users_line_and_what_to_try() -> None:
@@ -194,8 +232,11 @@ def test_example_inputs_of_the_wrong_shape_show_the_models_line() -> None:
 
 
 def test_example_inputs_must_be_a_tuple() -> None:
-    refused("mb_args must be a tuple of positional arguments, got Tensor; for a single argument write mb_args=(x,)",
-            Net(), X)
+    refused(
+        "mb_args must be a tuple of positional arguments, got Tensor; for a single argument write mb_args=(x,)",
+        Net(),
+        X,
+    )
 
 
 def test_example_keywords_must_be_a_dict() -> None:
@@ -251,8 +292,11 @@ def test_two_views_of_one_tensor_written_after_the_cut_are_refused() -> None:
         row.add_(1)
         return net.b(x)
 
-    refused("are views of one tensor, both come into stage 1, and stage 1 writes to one of them in place",
-            Scripted(run), (X,))
+    refused(
+        "are views of one tensor, both come into stage 1, and stage 1 writes to one of them in place",
+        Scripted(run),
+        (X,),
+    )
 
 
 def test_a_backward_hook_on_a_module_that_is_cut_is_refused() -> None:
@@ -288,8 +332,12 @@ class TestCallsThatDoNotFitTheTrace:
         self.call("scale was 2.0 when the model was traced, and the trace holds for that value only; got 2", X, 2)
 
     def test_a_tensor_where_there_was_none(self) -> None:
-        self.call("mask was None when the model was traced, and the trace holds for that value only; got a tensor "
-                  "[2, 4]", X, 2.0, X)
+        self.call(
+            "mask was None when the model was traced, and the trace holds for that value only; got a tensor [2, 4]",
+            X,
+            2.0,
+            X,
+        )
 
     def test_no_tensor_where_there_was_one(self) -> None:
         self.call("x was a tensor when the model was traced; got None", None, 2.0)

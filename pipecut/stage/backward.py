@@ -23,7 +23,7 @@ from .input_gradients import defer_weights
 from .pending import PendingWeights, nothing
 from .stage_weights import StageWeights
 from .starts import Gradients, Receivers, Starts, find_receivers, find_starts, take_gradients
-from .worth import least_work, pays
+from .worth import least_work
 
 __all__ = ["PendingWeights", "StageWeights", "full_backward", "input_backward", "weight_backward"]
 
@@ -72,7 +72,7 @@ def input_backward(
         return (None,) * len(inputs), _all_later(starts)
     free = parameters if isinstance(parameters, StageWeights) and parameters.are_free() else None
     on_cpu = starts.outputs[0].is_cpu
-    if free is not None and not (pays(free.sizes, receivers.values(), on_cpu) and _may_be_chosen(receivers)):
+    if free is not None and not (free.pay_for(receivers.values(), on_cpu) and _may_be_chosen(receivers)):
         return hold_gradients(starts, inputs, receivers, free.parameters)
     roots = [get_gradient_edge(output).node for output in starts.outputs]
     graph = Graph(roots, receivers.values(), least_work(on_cpu))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .hook_count import hooks_of_others
-from .worth import sizes_of
+from .worth import least_rows, rows_of, sizes_of
 
 _MARK = "pipecut looks who holds this node"
 
@@ -37,7 +37,8 @@ class StageWeights:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = tuple({id(parameter): parameter for parameter in parameters}.values())
         plain = [parameter for parameter in self.parameters if type(parameter) in (Tensor, torch.nn.Parameter)]
-        self.sizes = sizes_of(plain)
+        sizes = sizes_of(plain)
+        self._least_rows = {on_cpu: least_rows(sizes, on_cpu) for on_cpu in (False, True)}
         # A subclass may be more than it seems: a shard of a parameter, say, of which the graph knows the whole.
         self._are_plain = len(plain) == len(self.parameters)
         self._are_held = True
@@ -52,6 +53,10 @@ class StageWeights:
         if self._are_plain and (self._are_held or self._hooks_at_look != hooks_of_others()):
             self._hooks_at_look = hooks_of_others()
             self._are_held = any(map(_is_held, self.parameters))
+
+    def pay_for(self, values: Iterable[Tensor], on_cpu: bool) -> bool:
+        """Whether it pays to put weight gradients off, if the stage ran on these values."""
+        return rows_of(values) >= self._least_rows[on_cpu]
 
     def are_free(self) -> bool:
         """Whether it makes no difference who adds gradients to `.grad`: nobody waits for autograd to do it."""

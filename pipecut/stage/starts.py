@@ -73,7 +73,9 @@ def find_receivers(inputs: Sequence[Any]) -> Receivers:
 
 def take_gradients(inputs: Sequence[Any], receivers: Receivers) -> Gradients:
     """The gradients that autograd left at the inputs, which have none afterwards."""
-    gradients = tuple(receivers[index].grad if index in receivers else None for index in range(len(inputs)))
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for index, leaf in receivers.items():
+        gradients[index] = leaf.grad
     for leaf in receivers.values():
         leaf.grad = None
-    return gradients
+    return tuple(gradients)

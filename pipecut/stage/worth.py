@@ -7,6 +7,7 @@ wrong: something is put off though it does not pay, or not though it would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -59,21 +60,33 @@ def work_of(elements: int, rows: int) -> int:
     return elements * (2 * rows + _GRADIENT_ELEMENT)
 
 
-def pays(sizes: Sizes, values: Iterable[Tensor], on_cpu: bool) -> bool:
-    """Whether it pays to put weight gradients off in a stage that multiplies its weights with the rows of these values.
+def least_rows(sizes: Sizes, on_cpu: bool) -> float:
+    """How many rows the weights of a stage have to be multiplied with, so that it pays to put their gradients off.
 
-    >>> small, large = sizes_of([torch.ones(64, 64)]), sizes_of([torch.ones(4096, 4096)])
-    >>> pays(small, [torch.ones(100, 64)], on_cpu=True), pays(large, [torch.ones(100, 4096)], on_cpu=True)
-    (False, True)
+    >>> least_rows(sizes_of(torch.nn.Linear(64, 64).parameters()), on_cpu=True)
+    inf
+    >>> least_rows(sizes_of(torch.nn.Linear(4096, 4096).parameters()), on_cpu=True) < 100
+    True
+    """
+    python = sizes.matrices * _MICROSECONDS_A_MATRIX + sizes.parameters * _MICROSECONDS_A_PARAMETER
+    cost, cost_a_row = python * _speed(on_cpu), sizes.sides * _LATER_ELEMENT
+    # The input gradients cost as much as the weight gradients.
+    gain = _TOLERANCE * 2 * work_of(sizes.elements, 0)
+    gain_a_row = _TOLERANCE * 2 * (work_of(sizes.elements, 1) - work_of(sizes.elements, 0))
+    return (cost - gain) / (gain_a_row - cost_a_row) if gain_a_row > cost_a_row else math.inf
+
+
+def rows_of(values: Iterable[Tensor]) -> int:
+    """How many rows there are at most in a value, whatever its shape.
+
+    >>> rows_of([torch.ones(2, 10, 512), torch.ones(3)])
+    20
     """
     rows = 1
     for value in values:
         if value.dim() and (width := value.shape[-1]):
             rows = max(rows, value.numel() // width)
-    python = sizes.matrices * _MICROSECONDS_A_MATRIX + sizes.parameters * _MICROSECONDS_A_PARAMETER
-    cost = python * _speed(on_cpu) + sizes.sides * rows * _LATER_ELEMENT
-    # The input gradients cost as much as the weight gradients.
-    return cost <= _TOLERANCE * 2 * work_of(sizes.elements, rows)
+    return rows
 
 
 def least_work(on_cpu: bool) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipelineStage, get_schedule_class
+from pipecut.schedule import Action, Op
 from tests.distributed_replicas.grid import MICROBATCHES, REPLICAS, SAMPLES, Block, Grid, Part, check_gradient, plan_of
 from tests.distributed_replicas.rank_processes import RankProcesses
 from tests.distributed_replicas.wrappers import sharded
@@ -90,6 +91,21 @@ def test_gathered_as_often_as_the_plan_says(ranks: RankProcesses) -> None:
     ranks.run(communicate_with_little_memory)
 
 
+def gather_in_vain(number: int) -> None:
+    plan = plan_of("1F1B").lower(max_held=1)
+    rows = [[*row, Action(stage, Op.UNSHARD), Action(stage, Op.RESHARD)] for stage, row in enumerate(plan.actions)]
+    grid = Grid(number, plan.with_actions(rows), sharded)
+    for seed in range(2):
+        grid.step(seed)
+        grid.check_gradients()
+        grid.optimize()
+
+
+def test_parameters_that_were_gathered_in_vain_are_not_used_later(ranks: RankProcesses) -> None:
+    """An optimizer changes them in between."""
+    ranks.run(gather_in_vain)
+
+
 def look_at_parameters(number: int, schedule: str) -> None:
     grid = Grid(number, schedule, sharded)
     for training in (True, False):
@@ -156,7 +172,7 @@ def low_precision_copy(part: nn.Module) -> nn.Module:
     return copy.bfloat16()
 
 
-def train_in_low_precision(number: int, schedule: str) -> None:
+def train_in_low_precision(number: int, schedule: Any) -> None:
     grid = Grid(number, schedule, sharded_in_low_precision, dtype=torch.float32)
     wanted = average_in_low_precision(grid)
     grid.pipeline_step()
@@ -168,14 +184,18 @@ def train_in_low_precision(number: int, schedule: str) -> None:
 
 def sharded_in_low_precision(module: Any, mesh: DeviceMesh) -> nn.Module:
     """Parameters in bfloat16; gradients are summed, and stages give their results, in float32."""
+    inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     for block in module.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=True)
+    return fully_shard(module, mesh=mesh, mp_policy=outer, reshard_after_forward=True)
 
 
+@pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", SPLIT])
-def test_low_precision_is_added_up_in_high_precision(ranks: RankProcesses, schedule: str) -> None:
-    ranks.run(train_in_low_precision, schedule)
+def test_low_precision_is_added_up_in_high_precision(ranks: RankProcesses, schedule: str, is_planned: bool) -> None:
+    """Whether the plan says when to gather, or every forward gathers and frees for itself."""
+    ranks.run(train_in_low_precision, schedule if is_planned else plan_of(schedule).lower())
 
 
 # --------------------------------------------------------------------------------------------------- what else there is
@@ -186,11 +206,11 @@ class Convolved(Part):
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.mix = nn.Conv1d(1, 1, 3, padding=1)
+        self.mix = nn.Conv1d(width // 2, width // 2, 5, padding=2)
         self.again = Block(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(x.unsqueeze(1)).squeeze(1)
+        x = x + self.mix(x.unflatten(1, (-1, 2))).flatten(1)
         x = checkpoint(self.again, x, use_reentrant=False)
         return super().forward(x)
 
@@ -202,11 +222,11 @@ def train_with(number: int, schedule: Any, wrap: Any, parts: Any, width: int) ->
         grid.check_gradients()
 
 
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("width", [8, LARGE])
-def test_convolutions_and_checkpoints(ranks: RankProcesses, width: int, planned: bool) -> None:
-    schedule = SPLIT if planned else plan_of(SPLIT).lower()
-    ranks.run(train_with, schedule, sharded, Convolved, width)
+def test_convolutions_and_checkpoints(ranks: RankProcesses, width: int, is_planned: bool) -> None:
+    schedule = SPLIT if is_planned else plan_of(SPLIT).lower()
+    ranks.run(train_with, schedule, partial(sharded, reshard_after_forward=True), Convolved, width)
 
 
 class Frozen(Part):

@@ -30,8 +30,7 @@ def test_equal_blocks_are_dealt_out_evenly_and_stay_whole(num_stages: int) -> No
     model = nn.Sequential(*(Residual(8) for _ in range(8)))
     pipe = pipeline(model, (torch.ones(4, 8),), num_stages=num_stages)
     assert [info.modules for info in pipe.stage_infos] == [
-        tuple(str(8 // num_stages * stage + member) for member in range(8 // num_stages))
-        for stage in range(num_stages)
+        tuple(str(8 // num_stages * stage + member) for member in range(8 // num_stages)) for stage in range(num_stages)
     ]
     assert len(set(flops(pipe))) == 1
 

@@ -100,6 +100,4 @@ class TwoSizes(nn.Module):
 
 def test_sizes_that_no_tensor_at_the_cut_shows_are_known_after_it() -> None:
     args = (torch.randn(3, 8), torch.randn(4, 8))
-    assert_equals_uncut(
-        TwoSizes(), args, expect_stages=2, other_calls=[((torch.randn(5, 8), torch.randn(2, 8)), {})]
-    )
+    assert_equals_uncut(TwoSizes(), args, expect_stages=2, other_calls=[((torch.randn(5, 8), torch.randn(2, 8)), {})])

@@ -24,7 +24,7 @@ Weights = Callable[[nn.Module], Any]
 def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Take one way whatever the sizes are; what it returns makes the argument for `parameters`."""
     deferred = way.startswith("deferred")
-    monkeypatch.setattr(backward, "pays", lambda *_: deferred)
+    monkeypatch.setattr(StageWeights, "pay_for", lambda *_: deferred)
     monkeypatch.setattr(backward, "least_work", lambda *_: 0 if deferred else float("inf"))
     if way.endswith("through autograd"):
         return lambda module: module.parameters()
