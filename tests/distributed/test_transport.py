@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
+from pipecut.schedule.registry import FAMILIES
+from pipecut.schedule.run import schedule
+from pipecut.schedule.run.distributed import DistributedTransport
+from pipecut.schedule.run.transport import Meta, Ready
 from tests.distributed.faults import Party
 from tests.distributed.ranks import Ranks
+from tests.distributed.training import check_schedule
 from tests.schedule_run.live_memory import live_tensors, without_collector
 
 pytestmark = pytest.mark.distributed
@@ -111,3 +118,48 @@ def test_no_tensor_is_left_alive_over_fifty_steps(two_ranks: Ranks, traced: bool
         assert min(counts) == min(counts[4:]), counts
         assert max(counts) - min(counts) <= 2, counts
         assert collected == 0
+
+
+class OneQueue(DistributedTransport):
+    """As with NCCL: what a pair of ranks sends and receives happens in one order, and each waits for those before."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.receives_ahead = False
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        super().send(peer, tensors)
+        self.finish()
+
+    def receive(self, peer: int, metas: Sequence[Meta]) -> Any:
+        return Ready(super().receive(peer, metas).wait())
+
+
+def train_in_one_queue(rank: int, world: int, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "DistributedTransport", OneQueue)
+        check_schedule(rank, world, name, True, [world * FAMILIES[name].chunks + 1])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "ForwardOnly"])
+def test_no_order_of_messages_blocks_a_backend_that_has_one_queue_for_a_pair(four_ranks: Ranks, name: str) -> None:
+    """Receives posted ahead of sends, which is good for gloo, would have hung NCCL."""
+    four_ranks.run(train_in_one_queue, 4, name)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "ahead"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cuda", False),
+        ("cuda:nccl", "cpu", False),
+    ],
+)
+def test_receives_are_posted_ahead_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str, ahead: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    assert DistributedTransport(None, torch.device(device)).receives_ahead is ahead

@@ -17,6 +17,9 @@ from .transport import Meta
 PENDING_SENDS = 16
 ANY = -1  # one of the ranks that a message goes to
 PENDING_BYTES = 32 * 1024 * 1024
+# NCCL is not among them: what a pair of ranks sends and receives is one queue, in which each waits for those before it.
+# A proven plan has its messages in an order in which that never is a circle.
+TAKES_ANY_ORDER = ("gloo", "mpi", "ucc")
 
 
 class DistributedTransport:
@@ -27,6 +30,7 @@ class DistributedTransport:
         self.device = device
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        self.receives_ahead = _backend(group, device) in TAKES_ANY_ORDER
         self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._sizes: dict[int, int] = {}
 
@@ -99,3 +103,9 @@ class connection_to:  # noqa: N801 - reads like a function; a generator would co
     ) -> None:
         if error is not None and is_about_connection(error):
             raise LostConnectionError(self.peer, error) from error
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend of a group for the tensors of a device."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")

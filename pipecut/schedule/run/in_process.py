@@ -30,6 +30,7 @@ class InProcessTransport:
         self.office = office
         self.rank = rank
         self.ranks = ranks
+        self.receives_ahead = False
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         # A copy, as over a network: a receiver that writes to what it got must not change the sender's tensor.

@@ -43,6 +43,7 @@ class Transport(Protocol):
 
     rank: int
     ranks: int
+    receives_ahead: bool  # whether a receive may be posted before sends and receives that the plan has before it
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         """Send without waiting; the tensors must not change until they are gone."""
