@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench coverage clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ lint: $(STAMP) ## ruff on everything, mypy on the package
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy pipecut
 
+coverage: export OMP_NUM_THREADS = 1
+coverage: $(STAMP) ## try every model of the installed transformers (ARGS="llama --stages 4" to choose)
+	$(BIN)/python -m benchmarks.coverage $(ARGS)
+
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -40,5 +44,5 @@ $(BIN)/python:
 # The constraints settle torch and everything else in one resolution.
 $(STAMP): setup.cfg constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) setuptools wheel
-	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev,hf,peft]'
 	@touch $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import resource
 import statistics
 import time
 import warnings
@@ -51,6 +52,7 @@ class Load:
 
 OVERHEAD = Load("overhead-bound", width=16, layers=2, rows=4, limit=0.6)
 COMPUTE = Load("compute-bound", width=512, layers=2, rows=64, limit=1.0)
+MEMORY = Load("memory", width=512, layers=4, rows=512, limit=1.0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,34 @@ def run(rounds: int) -> None:
     columns = ["setting", "pipecut, ms", "peer, ms", "ratio", "of the simulated time"]
     show_table(f"a training step, medians of {rounds} rounds", columns, rows)
     show_goals(goals)
+    _show_memory()
+
+
+def _show_memory() -> None:
+    """The most memory of any rank, each side in processes of its own."""
+    rows = []
+    for name, chunks in SCHEDULES.items():
+        setting = Setting(name, chunks, MICROBATCHES[0], MEMORY)
+        sides = [max(pipecut.launch(_peak_memory, RANKS[0], setting, make)) for make in (_ours, _peers)]
+        rows.append([name, *(f"{side / 2**20:.0f}" for side in sides), f"{sides[0] / sides[1]:.3f}"])
+    columns = ["schedule", "pipecut, MB", "peer, MB", "ratio"]
+    show_table(f"what a step adds to a rank's memory: {RANKS[0]} ranks, {MICROBATCHES[0]} microbatches", columns, rows)
+
+
+def _peak_memory(setting: Setting, make: Callable[..., Any]) -> int:
+    """What three steps add to the largest size that the process has had."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    load, stages = setting.load, ranks * setting.chunks
+    plan = plan_for(setting.schedule, ranks=ranks, chunks=setting.chunks, microbatches=setting.microbatches)
+    held = plan.placement.stages_of[rank]
+    schedule = make(setting, [_layers(load) for _ in held], held, stages)
+    x, y = torch.randn(2, load.rows * setting.microbatches, load.width)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        schedule.step(*((x,) if 0 in held else ()), **({"target": y} if stages - 1 in held else {}))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 def _compare(settings: list[Setting], rounds: int) -> list[Result]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api import pipeline as pipeline
+    from .errors import CheckpointError as CheckpointError
     from .errors import InputError as InputError
     from .errors import PipeError as PipeError
     from .errors import PipeWarning as PipeWarning
@@ -45,8 +46,11 @@ if TYPE_CHECKING:
     from .schedule.run.schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from .schedule.run.schedules import get_schedule_class as get_schedule_class
     from .split import SplitPoint as SplitPoint
-    from .stage.chunk_spec import Replicate as Replicate
-    from .stage.chunk_spec import TensorChunkSpec as TensorChunkSpec
+    from .stage.materialization.empty_weights import empty_weights as empty_weights
+    from .stage.materialization.save_stage import save_stage as save_stage
+    from .stage.microbatch import Replicate as Replicate
+    from .stage.microbatch import TensorChunkSpec as TensorChunkSpec
+    from .stage.randomness import random_streams as random_streams
     from .stage.stage import PipelineStage as PipelineStage
     from .stage.stage import build_stage as build_stage
     from .verification.report import Verification as Verification
@@ -55,7 +59,16 @@ if TYPE_CHECKING:
 
 HOMES = {
     ".api": ("pipeline",),
-    ".errors": ("InputError", "PipeError", "PipeWarning", "PlanError", "SpecError", "SplitError", "TraceError"),
+    ".errors": (
+        "CheckpointError",
+        "InputError",
+        "PipeError",
+        "PipeWarning",
+        "PlanError",
+        "SpecError",
+        "SplitError",
+        "TraceError",
+    ),
     ".pipe_ir.marker": ("pipe_split",),
     ".launcher.launch": ("launch",),
     ".launcher.watch": ("LaunchError",),
@@ -82,7 +95,10 @@ HOMES = {
         "get_schedule_class",
     ),
     ".split": ("SplitPoint",),
-    ".stage.chunk_spec": ("Replicate", "TensorChunkSpec"),
+    ".stage.materialization.empty_weights": ("empty_weights",),
+    ".stage.materialization.save_stage": ("save_stage",),
+    ".stage.microbatch": ("Replicate", "TensorChunkSpec"),
+    ".stage.randomness": ("random_streams",),
     ".stage.stage": ("PipelineStage", "build_stage"),
     ".verification.report": ("Verification", "VerificationError"),
     ".verification.verify": ("verify",),

@@ -9,8 +9,10 @@ from torch import nn
 
 from .errors import InputError, PipeError, SplitError
 from .pipe import Pipe
-from .pipe_ir.trace import trace
+from .pipe_ir.dynamic import Dynamic
+from .pipe_ir.fixed_dims import warn_of_fixed_dims
 from .pipe_ir.traced import TracedModel
+from .pipe_ir.tracer import ModelTracer, TracerName, check_tracer_name
 from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
 from .split.automatic import cuts_balanced
 from .split.hooks import (
@@ -34,6 +36,8 @@ def pipeline(
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: SplitPolicy | None = None,
     num_stages: int | None = None,
+    dynamic: Dynamic | None = None,
+    tracer: TracerName = "auto",
 ) -> Pipe:
     """Cut a model into stages.
 
@@ -43,17 +47,32 @@ def pipeline(
 
     The model is traced with `mb_args` and `mb_kwargs`, example inputs of one microbatch, and is not changed: not
     patched, not moved, not run on real data. The stages share its parameters. Other batch sizes work too, unless
-    the model's code fixes the size.
+    the model's code fixes the size. `dynamic` names more sizes that change from call to call, by input and dim, such
+    as `{"input_ids": {1: "seq"}, "labels": ("batch", "seq")}`; dims of one name have one size in every call, and the
+    one called "batch" is cut into microbatches. Sizes that the model's code fixes are warned of, with the line.
+
+    A module that torch.export cannot trace, as it decides by the values of tensors or leaves torch, stays as it is,
+    with a warning: the model is cut around it, and `pipe.traced.fallbacks` says why. For that a copy of the model runs
+    on the example inputs, in a few sizes. `tracer="export"` makes it an error; `tracer="fx"` goes this way at once,
+    without a warning.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> pipe = pipeline(model, (torch.ones(2, 8),), num_stages=2)
     >>> pipe.num_stages
     2
+    >>> pipe = pipeline(model, (torch.ones(2, 5, 8),), num_stages=2, dynamic={"input": {1: "seq"}})
+    >>> print(pipe.edges[0].spec)
+    float32[batch, seq, 8] grad
+    >>> pipe(torch.ones(3, 7, 8)).shape
+    torch.Size([3, 7, 8])
     """
     _check_request(module, split_spec, split_policy, num_stages)
-    request = _Request(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages)
+    check_tracer_name(tracer)
+    model_tracer = ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic)
+    request = _Request(module, model_tracer, split_spec, split_policy, num_stages)
     traced, plan = request.traced_with_its_hooks()
+    warn_of_fixed_dims(traced)
     return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
 
 
@@ -81,25 +100,28 @@ class _Request:
     def __init__(
         self,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
+        tracer: ModelTracer,
         split_spec: Mapping[str, SplitPoint] | None,
         split_policy: SplitPolicy | None,
         num_stages: int | None,
     ) -> None:
-        self.module, self.args, self.kwargs = module, args, kwargs
+        self.module, self.tracer = module, tracer
         self.split_spec, self.split_policy, self.num_stages = split_spec, split_policy, num_stages
         self.live_hooks: set[str] = set()
 
+    def trace(self, training: bool | None = None) -> TracedModel:
+        """The model traced as it is now known to be needed."""
+        return self.tracer.trace(self.live_hooks, training)
+
     def traced_with_its_hooks(self) -> tuple[TracedModel, SplitPlan]:
         """Trace and plan; once more if modules turn out to be cut whose hooks have to be part of the trace."""
-        traced = trace(self.module, self.args, self.kwargs)
+        traced = self.trace()
         plan = self.plan(traced, warn=True)
         programs = partition(traced, plan.ticks)
         refuse_backward_hooks(traced, programs)
         self.live_hooks = hooks_to_trace(traced, programs)
         if self.live_hooks:
-            traced = trace(self.module, self.args, self.kwargs, live_hooks=self.live_hooks)
+            traced = self.trace()
             plan = self.plan(traced)
         programs = partition(traced, plan.ticks)
         refuse_forgotten(traced, programs)
@@ -130,7 +152,7 @@ class _Request:
         moody = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
         if not moody & traced.mode_readers:
             return Modes()
-        other = trace(self.module, self.args, self.kwargs, self.live_hooks, training=not self.module.training)
+        other = self.trace(training=not self.module.training)
         other_programs = partition(other, self.plan(other).ticks)
         assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
         return compare_modes(traced, programs, other, other_programs)

@@ -26,6 +26,10 @@ class SpecError(PipeError):
     """A tensor is not what a TensorSpec says."""
 
 
+class CheckpointError(PipeError):
+    """A checkpoint cannot be read or written, or does not fit the model."""
+
+
 class PlanError(PipeError, ValueError):
     """A schedule's plan cannot be made, read or run. `faults` has every fault that a validation found."""
 

@@ -191,8 +191,15 @@ def test_a_plan_and_a_class_are_schedules_too() -> None:
     model, (x, y) = chain(4), batch()
     plan = plan_for("GPipe", ranks=4, microbatches=3)
     assert "by GPipe with" in verify(stages_of(model), model, (x,), target=y, loss_fn=mse, schedule=plan).title
-    found = verify(stages_of(model), model, (x,), None, y, mse, ScheduleInterleaved1F1B, 4, 2)
+    found = verify(stages_of(model), model, (x,), y, mse, ScheduleInterleaved1F1B, 4, 2)
     assert "by Interleaved1F1B with stages=4, ranks=2, microbatches=4" in found.title
+
+
+def test_target_and_loss_follow_the_arguments() -> None:
+    model, (x, y) = chain(4), batch()
+    found = verify(stages_of(model), model, (x,), y, mse, schedule="ZB-H1")
+    assert "by ZB-H1 with" in found.title
+    assert gradients_in(found) == {name for name, _ in model.named_parameters()}
 
 
 def test_keyword_arguments_and_options_go_where_they_belong() -> None:
@@ -508,6 +515,11 @@ def test_another_shape_is_refused_and_long_lists_are_cut() -> None:
         (
             {"loss_fn": lambda out, _: out.sum() / 0},
             "the loss of the uncut model is -?inf: there is nothing to compare with",
+        ),
+        (
+            {"loss_fn": torch.ones(10, 6)},
+            r"a function of \(output, target\), got Tensor: the order is verify\(pipe, model, args, target, loss_fn\), "
+            "and keyword arguments of the model are passed as kwargs=",
         ),
         ({"rtol": -1}, "rtol must be a number of at least 0, or None, got -1"),
         ({"atol": "small"}, "atol must be a number of at least 0, or None, got 'small'"),

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +27,12 @@ HOOK_DICTS = (
 )
 
 
-def clone(model: nn.Module, absent: Collection[nn.Module] = ()) -> nn.Module:
+def clone(
+    model: nn.Module, absent: Collection[nn.Module] = (), replaced: Mapping[int, torch.Tensor] | None = None
+) -> nn.Module:
     """A new module tree of the same classes over the same tensors; `absent` modules are left out.
+
+    Tensors whose id is in `replaced` are others in the copy, wherever a module refers to them.
 
     Attributes that refer to modules (lists of them, bound methods) refer to the copies; hooks are kept as they are.
 
@@ -41,7 +45,7 @@ def clone(model: nn.Module, absent: Collection[nn.Module] = ()) -> nn.Module:
     kept = [module for module in model.modules() if id(module) not in memo]
     for module in kept:
         for shared in _shared_values(module):
-            memo[id(shared)] = shared
+            memo[id(shared)] = (replaced or {}).get(id(shared), shared)
         for value in vars(module).values():
             if type(value) in (collections.OrderedDict, dict, set) and not value:
                 memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each

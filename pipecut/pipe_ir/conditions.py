@@ -17,10 +17,8 @@ def find_conditions(
     run: Recorder, symbols: Symbols, steps: Sequence[Step], span_ticks: Mapping[int, tuple[int, int]]
 ) -> tuple[Condition, ...]:
     """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
-    guards = run.shape_env.guards if run.shape_env is not None else []
-    lines = {guard.expr: _user_line(guard) for guard in guards}
     decided = [
-        Condition(holds, lines.get(expr, ""), span_ticks[id(span)][0])
+        Condition(holds, run.decision_lines[expr, answer, id(span)], span_ticks[id(span)][0])
         for (expr, answer), spans in run.decisions.items()
         for holds in [_in_words(symbols, expr, answer)]
         if holds is not None
@@ -51,8 +49,3 @@ def _squeezed_dims(steps: Sequence[Step], step: Step) -> list[sympy.Basic]:
         dims = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
         shape = tuple(shape[dim] for dim in dims)
     return [dim for dim in shape if isinstance(dim, sympy.Basic)]
-
-
-def _user_line(guard: Any) -> str:
-    place = getattr(guard.sloc, "maybe_user_loc", None)
-    return str(place) if place else ""

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from .ambient import ambient_autocast
 from .conditions import find_conditions
 from .effects import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .fixed_dims import find_fixed_dims
 from .inputs import Example
 from .marker import is_mark
 from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
-from .symbols import SYMBOLIC, Symbols
+from .same_sizes import same_sizes
+from .symbols import SYMBOLIC, Symbols, hints_of, names_of
 from .traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
 
 
@@ -41,7 +44,17 @@ class _Freezer:
         self.root = run.root
         names = _input_names(example)
         self.input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
-        self.symbols = Symbols([(name, node.meta["val"]) for node, name in self.input_names.items()])
+        values = [seen.node.meta["val"] for seen in run.inputs]
+        dim_names = example.dynamic.names
+        same = same_sizes(
+            run.nodes,
+            [seen.node for seen in run.inputs],
+            hints_of(values, example.tensors),
+            names_of(values, dim_names),
+        )
+        shapes = [tuple(tensor.shape) for tensor in example.tensors]
+        inputs = list(zip(names, values, strict=True))
+        self.symbols = Symbols(inputs, {**run.replacements, **same}, example.dynamic, shapes, run.decisions)
         self.state: dict[Node, list[str]] = {}
         for name, seen in run.state:
             self.state.setdefault(seen.node, []).append(name)
@@ -65,10 +78,11 @@ class _Freezer:
         output = self.run.output.converted(self._leaf)
         steps = tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self.drafts)
         input_steps = [self.index[seen.node] for seen in self.run.inputs]
+        inputs = self._inputs(input_steps, steps)
         return TracedModel(
             steps=steps,
             root=root,
-            inputs=self._inputs(input_steps, steps),
+            inputs=inputs,
             signature=self.example.signature,
             output=output,
             dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
@@ -84,6 +98,9 @@ class _Freezer:
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
             forgotten=self.run.forgotten,
+            named_dims=tuple(sorted(self.symbols.named)),
+            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_steps),
+            autocast=ambient_autocast(),
         )
 
     def _walk_timeline(self) -> None:
@@ -286,7 +303,7 @@ def _identifier(path: str) -> str:
 
 def _device(model: nn.Module, example: Example) -> torch.device:
     state = (*model.parameters(), *model.buffers())
-    if state and all(tensor.device.type == "meta" for tensor in state):
+    if any(tensor.device.type == "meta" for tensor in state):
         return torch.device("cpu")  # the device of the stand-ins that a model without memory is traced with
     return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))
 

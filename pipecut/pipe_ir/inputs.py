@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 
 from ..errors import InputError
+from .dynamic import NOTHING_ASKED, DynamicDims, read_dynamic
+from .size_faults import size_faults
 from .structure import Atom, Structure, flatten, unflatten
-from .traced import PLAIN_TYPES, Condition, TracedCall, TracedInput
+from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Example:
     call: Structure
     signature: inspect.Signature
     named: tuple[tuple[str, int | None, Any], ...]
+    dynamic: DynamicDims = NOTHING_ASKED
 
     def call_with(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with their tensors replaced, in order."""
@@ -44,7 +46,7 @@ class _Nth(Atom):
     index: int
 
 
-def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Example:
+def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, dynamic: Any = None) -> Example:
     """Check example arguments against `model.forward`'s signature and name their leaves."""
     if not isinstance(args, tuple):
         raise InputError(
@@ -68,7 +70,10 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) 
         (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, _Nth) else (_pretty(path), None, leaf)
         for path, leaf in zip(structure.paths(), named, strict=True)
     )
-    return Example(tuple(leaves), call, signature, named_leaves)
+    paths = {nth: path for path, nth, _ in named_leaves}
+    tensors = {paths[nth]: leaf for nth, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    asked = read_dynamic(dynamic, tensors, type(model).__name__)
+    return Example(tuple(leaves), call, signature, named_leaves, asked)
 
 
 def _bind(signature: inspect.Signature, model_name: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -94,43 +99,11 @@ def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, An
     faults = _structure_faults(call, given)
     for entry in call.inputs:
         if entry.path in given:
-            faults += _leaf_faults(entry, given[entry.path])
-    faults = faults or _size_faults(call, given)
+            faults += _leaf_faults(entry, given[entry.path], call.fixed_dims)
+    faults = faults or size_faults(call, given)
     if faults:
         raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
     return {entry.step: given[entry.path] for entry in call.inputs if entry.step is not None}
-
-
-def _size_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
-    """Sizes that are one symbol in the trace, and differ in this call."""
-    faults = []
-    first: dict[sympy.Basic, tuple[str, int]] = {}
-    for entry in call.inputs:
-        for dim, expected in enumerate(entry.spec.shape if entry.spec is not None else ()):
-            if isinstance(expected, int):
-                continue
-            size, place = given[entry.path].shape[dim], f"{entry.path} (dim {dim})"
-            known = {symbol: first[symbol][1] for symbol in expected.free_symbols if symbol in first}
-            if isinstance(expected, sympy.Symbol) and expected not in first:
-                first[expected] = (place, size)
-            elif known and int(expected.subs(known)) != size:
-                others = " and ".join(f"{first[symbol][0]} has {first[symbol][1]}" for symbol in known)
-                faults.append(f"{place} has size {size}, and {others}; in the trace it is {expected}, for both")
-    sizes = {symbol: size for symbol, (_, size) in first.items()}
-    return faults or [_broken(condition, sizes) for condition in call.conditions if not _holds(condition, sizes)]
-
-
-def _holds(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> bool:
-    return bool(condition.holds.subs(sizes) != sympy.false)
-
-
-def _broken(condition: Condition, sizes: Mapping[sympy.Basic, int]) -> str:
-    given = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in condition.holds.free_symbols)
-    where = f" (at {condition.source})" if condition.source else ""
-    return (
-        f"the model's code found {condition} in the example{where}, and the trace holds for that only; here "
-        f"{given}: call pipeline() with an example of this size"
-    )
 
 
 def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
@@ -143,7 +116,7 @@ def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
     return sorted(missing) + sorted(extra)
 
 
-def _leaf_faults(entry: TracedInput, value: Any) -> list[str]:
+def _leaf_faults(entry: TracedInput, value: Any, fixed: Sequence[FixedDim]) -> list[str]:
     retrace = f"call pipeline() with an example in which {entry.path} is like this"
     if entry.step is None:
         if _same_value(entry.constant, value):
@@ -154,23 +127,38 @@ def _leaf_faults(entry: TracedInput, value: Any) -> list[str]:
         ]
     if not isinstance(value, torch.Tensor):
         return [f"{entry.path} was a tensor when the model was traced; got {_brief(value)}: {retrace}"]
-    return _tensor_faults(entry, value)
+    return _tensor_faults(entry, value, fixed)
 
 
-def _tensor_faults(entry: TracedInput, value: torch.Tensor) -> list[str]:
+def _tensor_faults(entry: TracedInput, value: torch.Tensor, fixed: Sequence[FixedDim]) -> list[str]:
     spec = entry.spec
     assert spec is not None
     if value.dim() != len(spec.shape):
         return [f"{entry.path} has {value.dim()} dims {list(value.shape)}; the trace has {len(spec.shape)}: {spec}"]
     faults = [
-        f"{entry.path} has size {size} in dim {dim}; the trace holds for {expected} only "
-        f"(it was fixed by the example, or by the model's code)"
+        f"{entry.path} has size {size} in dim {dim}{_name_of(entry, dim, fixed)}; the trace holds for {expected} only "
+        f"({_why_fixed(entry, dim, fixed)})"
         for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True))
         if isinstance(expected, int) and size != expected
     ]
     if value.dtype != spec.dtype:
         faults.append(f"{entry.path} is {value.dtype}; it was {spec.dtype} when the model was traced")
     return faults
+
+
+def _name_of(entry: TracedInput, dim: int, fixed: Sequence[FixedDim]) -> str:
+    names = [place.name for place in fixed if (place.path, place.dim) == (entry.path, dim) and place.name]
+    return f" ({names[0]})" if names else ""
+
+
+def _why_fixed(entry: TracedInput, dim: int, fixed: Sequence[FixedDim]) -> str:
+    """Why a size is a number in the trace, and what can be done about it."""
+    for place in fixed:
+        if (place.path, place.dim) == (entry.path, dim):
+            return f"it was fixed by the model's code{f' at {place.source}' if place.source else ''}"
+    if dim == 0 and entry.spec is not None and entry.spec.shape[0] == 1:
+        return "it was fixed by the example, which has one row: call pipeline() with an example of several"
+    return f"it was fixed by the example: call pipeline() with dynamic={{{entry.path!r}: {{{dim}: 'a name'}}}}"
 
 
 def _same_value(fixed: Any, value: Any) -> bool:

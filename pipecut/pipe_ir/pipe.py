@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import PipeError
+from .explain import Explanation, explain
 from .inputs import bind_inputs
 from .show import describe, readable
 from .spec import TensorSpec
@@ -36,6 +37,17 @@ class Edge:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.source} -> {self.target} {self.spec}"
+
+
+@dataclass(frozen=True)
+class RecomputedValue:
+    """A value that a stage makes once more, since that costs less than to have it sent by the stage that made it."""
+
+    value: int
+    name: str
+    source: int
+    stage: int
+    spec: TensorSpec
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,9 @@ class Pipe:
     (2, ['_1: 0 -> 1 float32[batch, 4] grad'])
     >>> torch.equal(pipe(torch.ones(5, 4)), model(torch.ones(5, 4)))
     True
+
+    `recomputed` are values that a stage makes once more instead of receiving them, `only_returned` those that come to
+    the last stage from earlier ones and are used there for nothing but the model's output.
     """
 
     traced: TracedModel
@@ -92,6 +107,8 @@ class Pipe:
     edges: tuple[Edge, ...]
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
+    recomputed: tuple[RecomputedValue, ...] = ()
+    only_returned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.verify()
@@ -219,6 +236,28 @@ class Pipe:
         text = readable(self)
         print(text)
         return text
+
+    def explain(self) -> Explanation:
+        """In plain words: what was traced, what is fixed by that, what is cut, sent and recomputed, and why.
+
+        >>> from pipecut import pipeline
+        >>> pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(3, 4),), num_stages=2)
+        >>> print(pipe.explain())
+        Sequential in 2 stages
+        traced
+          - Sequential in training mode, on cpu: 2 operations in 3 module calls
+          - the example: input float32[batch, 4], where batch = 3
+        sizes
+          - batch may change from call to call: the code that is cut decides nothing by it
+        fixed by the trace
+          - dim 1 of input is 4: as in the example, since nobody asked for anything else
+        modules
+          - stage 0: whole, running their own code: 0; as generated code: the model itself
+          - stage 1: whole, running their own code: 1; as generated code: the model itself
+        sent between stages
+          - stage 0 -> 1: _0, 48 B
+        """
+        return explain(self)
 
     def __str__(self) -> str:
         return describe(self)

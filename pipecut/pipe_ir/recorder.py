@@ -23,9 +23,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from .attributes import attributes_of, is_same
 from .forgotten import watched
 from .intercept import intercepted_checkpoints, intercepted_functions
+from .layout_questions import is_about_layout
 from .structure import LEAF, Atom, map_leaves
 from .subclass import quiet_subclass
 from .traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
+from .user_line import user_line
 
 # Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
 _OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
@@ -92,6 +94,9 @@ class Recorder:
         self._stack: list[OpenSpan] = []
         self.shape_env: Any = None
         self.decisions: dict[tuple[Any, Any], dict[int, OpenSpan]] = {}
+        self.decision_lines: dict[tuple[Any, Any, int], str] = {}
+        self.input_sizes: list[tuple[Any, ...]] = []
+        self.replaced: dict[Any, tuple[Any, str]] = {}
         self.mode_readers: set[str] = set()
         self.forgotten: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
@@ -126,25 +131,40 @@ class Recorder:
         self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
         if self.shape_env is None:
             return
-        decide = self.shape_env.evaluate_sym_node
+        self.input_sizes = [tuple(_expression(size) for size in tensor.shape) for tensor in tensors]
+        decide, replacements = self.shape_env.evaluate_sym_node, self.shape_env.replacements
 
         def decide_and_note(node: Any, *args: Any, **kwargs: Any) -> Any:
-            expr = node.expr
+            expr, known = node.expr, len(replacements)
             answer = decide(node, *args, **kwargs)
-            if self._stack and kwargs.get("fallback_value") is None:
-                self.decisions.setdefault((expr, answer), {})[id(self._stack[-1])] = self._stack[-1]
+            for symbol in itertools.islice(replacements, known, None):
+                self.replaced[symbol] = (replacements[symbol], user_line())
+            if self._stack and kwargs.get("fallback_value") is None and getattr(expr, "free_symbols", None):
+                self._note_decision(expr, answer, self._stack[-1])
             return answer
 
         self.shape_env.evaluate_sym_node = decide_and_note
 
+    @property
+    def replacements(self) -> dict[Any, Any]:
+        """What torch has found symbolic sizes to be."""
+        return {} if self.shape_env is None else dict(self.shape_env.replacements)
+
+    def _note_decision(self, expr: Any, answer: Any, span: OpenSpan) -> None:
+        spans = self.decisions.get((expr, answer), {})
+        if id(span) not in spans and not is_about_layout(expr, answer):
+            self.decisions[expr, answer] = {**spans, id(span): span}
+            self.decision_lines[expr, answer, id(span)] = user_line()
+
     def note_output(self, output: Any) -> None:
         """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
         for path, module in self.model.named_modules():
-            before, after = self._attributes_before[path], attributes_of(module)
+            # A forward may put a module in the place of another: all of it is new.
+            before, after = self._attributes_before.get(path, {}), attributes_of(module)
             changed = sorted(name for name in after if name not in before or not is_same(before[name], after[name]))
             if changed:
                 self.assigned_attributes[path] = tuple(changed)
-        self.output = self.see(output)
+        self.output = Template.of(output, self._see_leaf, holders=True)
         self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root
 
@@ -173,6 +193,17 @@ class Recorder:
     @property
     def position(self) -> int:
         return len(self._tracer.graph.nodes)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """How many spans are open, here and in the tracer."""
+        return len(self._stack), len(self._tracer.module_stack)
+
+    def abandon(self, depth: tuple[int, int]) -> None:
+        """Forget the spans that are open beyond a depth: an exception ended them."""
+        del self._stack[depth[0] :]
+        while len(self._tracer.module_stack) > depth[1]:
+            self._tracer.module_stack.popitem()
 
     def _begin(self, kind: SpanKind, path: str, nth_call: int, args: Any, **options: Any) -> OpenSpan:
         span = OpenSpan(kind, path, nth_call, self.position, self.see(args), options)
@@ -217,13 +248,13 @@ class Recorder:
         return __call__
 
     @property
-    def _listens(self) -> bool:
+    def listens(self) -> bool:
         """Not in the branches of torch.cond and the like: these are traced into graphs of their own."""
         mode = get_proxy_mode()
         return mode is not None and mode.tracer is self._tracer
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._listens:
+        if not self.listens:
             return
         path = self._paths[id(vars(module))]
         nth_call = self._calls.get(path, 0)
@@ -232,7 +263,7 @@ class Recorder:
         span.buffers_before = dict(module._buffers)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not self._listens:
+        if not self.listens:
             return output
         span = self._stack[-1]
         if len(self._stack) > 1:
@@ -258,7 +289,7 @@ class Recorder:
         return leaf if made_here else torch.ops.aten.alias.default(leaf)
 
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._stack or not self._listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
+        if not self._stack or not self.listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
             return run(*args, **kwargs)
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve_rng_state, *inputs = args
@@ -274,16 +305,20 @@ class Recorder:
         return output
 
     def _on_forgotten(self, name: str) -> None:
-        if self._stack and self._listens:
+        if self._stack and self.listens:
             self.forgotten.setdefault(self._stack[-1].path, name)
 
     def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
-        if not self._listens:
+        if not self.listens:
             yield
             return
         span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
         yield
         self._end(span, None)
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import sympy
 from rich.console import Console
 from rich.table import Table
 
+from .spec import TensorSpec
+
 if TYPE_CHECKING:
-    from .pipe import Edge, Pipe
+    from .pipe import Edge, Pipe, RecomputedValue
 
 WIDTH = 120
 
@@ -22,6 +25,7 @@ def describe(pipe: Pipe) -> str:
     parts = [_stage_table(pipe)]
     if pipe.edges:
         parts.append("edges\n" + "\n".join(f"  {_edge(edge)}" for edge in pipe.edges))
+    parts += [f"recomputed in {text}" for text in recomputed(pipe)]
     parts += [
         f"tied: {' = '.join(tie.names)} in stages {', '.join(map(str, tie.stages))} (owner: stage {tie.owner})"
         for tie in pipe.tied_parameters
@@ -32,6 +36,33 @@ def describe(pipe: Pipe) -> str:
     if sizes:
         parts.append(f"symbolic dims, as in the example: {sizes}")
     return "\n".join(parts)
+
+
+def recomputed(pipe: Pipe) -> list[str]:
+    """For each stage, the values that it makes itself instead of receiving them."""
+    by_stage: dict[int, list[RecomputedValue]] = {}
+    for value in pipe.recomputed:
+        by_stage.setdefault(value.stage, []).append(value)
+    return [
+        f"stage {stage}: {', '.join(value.name for value in values)} "
+        f"(would be {bytes_text(sum(example_bytes(value.spec, pipe.traced.hints) for value in values))})"
+        for stage, values in by_stage.items()
+    ]
+
+
+def example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    """The size of a tensor in the example."""
+    bound = spec.bind(sizes)
+    return math.prod(map(int, bound.shape)) * spec.dtype.itemsize
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes, with three digits.
+
+    >>> bytes_text(80), bytes_text(4_200), bytes_text(1_340_000_000)
+    ('80 B', '4.2 kB', '1.34 GB')
+    """
+    return _with_unit(count, "B")
 
 
 def readable(pipe: Pipe) -> str:
@@ -79,10 +110,14 @@ def _edge(edge: Edge) -> str:
 
 def _flops(flops: sympy.Expr, pipe: Pipe) -> str:
     number = float(flops.subs({symbol: pipe.traced.hints.get(str(symbol), 1) for symbol in flops.free_symbols}))
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    return _with_unit(number).rstrip()
+
+
+def _with_unit(number: float, unit: str = "") -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.0f} {unit}"
 
 
 def fold(paths: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Nested Python values as leaves plus a Structure, dataclasses included.
+"""Nested Python values as leaves plus a Structure, dataclasses and objects that hold tensors included.
 
 torch's pytree stops at types that nobody registered, and registering the user's classes would change
 their process for good. A Structure also opens plain dataclasses, and gives each leaf the path that reaches it.
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+
+from .objects import is_plain_object, is_tensor_holder, put_together
 
 Path = tuple[str, ...]
 
@@ -45,7 +47,7 @@ LEAF = Structure("leaf")
 _Opened = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
-def _open(value: Any) -> _Opened | None:
+def _open(value: Any, is_holder: Callable[[Any], bool]) -> _Opened | None:
     """The steps to a value's children, the children, and the way back; None for a leaf."""
     opener = _OPENERS.get(type(value))
     if opener is not None:
@@ -56,6 +58,8 @@ def _open(value: Any) -> _Opened | None:
         return _open_mapping(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Atom):
         return _open_dataclass(value)
+    if is_holder(value):
+        return _open_object(value)
     return None
 
 
@@ -104,28 +108,45 @@ def _open_dataclass(value: Any) -> _Opened:
     return [f".{name}" for name in names], [getattr(value, name) for name in names], rebuild
 
 
+def _open_object(value: Any) -> _Opened:
+    cls, names = type(value), list(vars(value))
+    return [f".{name}" for name in names], list(vars(value).values()), lambda made: put_together(cls, names, made)
+
+
 def _open_registered(value: Any) -> _Opened:
-    leaves_with_path, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    # torch leaves a cycle behind that holds on to the function: were the value in it, it would outlive its use.
+    itself = id(value)
+    leaves_with_path, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: id(inner) != itself)
     steps = [pytree.keystr(path) for path, _ in leaves_with_path]
     children = [leaf for _, leaf in leaves_with_path]
     return steps, children, lambda made: pytree.tree_unflatten(made, spec)
 
 
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Leaves of a nested value, and the Structure that takes them back.
+def flatten(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
+    """Leaves of a nested value, and the Structure that takes them back; `holders` opens objects with tensors inside.
 
     >>> leaves, structure = flatten({"a": 1, "b": (2, None)})
     >>> leaves, list(structure.paths())
     ([1, 2, None], [("['a']",), ("['b']", '[0]'), ("['b']", '[1]')])
     """
-    opened = _open(value)
+    return _flatten(value, is_tensor_holder if holders else _never)
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+    opened = _open(value, is_holder)
     if opened is None:
         return [value], LEAF
     steps, children, rebuild = opened
+    # What belongs to a holder is put together anew with it, tensors or not.
+    inside = is_plain_object if is_holder(value) else is_holder
     leaves: list[Any] = []
     structures = []
     for child in children:
-        child_leaves, structure = flatten(child)
+        child_leaves, structure = _flatten(child, inside)
         leaves += child_leaves
         structures.append(structure)
     return leaves, Structure(type(value).__name__, rebuild, tuple(steps), tuple(structures))
@@ -142,9 +163,9 @@ def _build(part: Structure, remaining: Iterator[Any]) -> Any:
     return part.rebuild([_build(child, remaining) for child in part.children])
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any, *, holders: bool = False) -> Any:
     """The same nested value with each leaf replaced by `function(leaf)`; the value itself where none changes."""
-    leaves, structure = flatten(value)
+    leaves, structure = flatten(value, holders=holders)
     mapped = [function(leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return value

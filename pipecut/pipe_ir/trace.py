@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbolic_config
 from torch import nn
 
-from ..errors import TraceError
+from ..errors import PipeError, TraceError
+from .chances import CertainChances
 from .clone import clone
+from .dynamic import Dynamic, DynamicDims
+from .failure import place_of
 from .fake import stand_in_for_meta
 from .freeze import freeze
-from .inputs import Example, read_example
+from .inputs import Example, bind_inputs, read_example
+from .larger_example import enlarged, sizes_of_one, with_fixed
 from .recorder import Recorder
 from .structure import flatten
 from .traced import Opaque, Template, TracedModel
 
-_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+class _ForwardError(Exception):
+    """The model's own code failed. torch would print the graph that it hangs on an error; not on this one."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
 
 
 class _Entry(nn.Module):
@@ -36,10 +48,13 @@ class _Entry(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._recorder.note_inputs(tensors)
         args, kwargs = self._example.call_with(tensors)
-        output = self.model(*args, **kwargs)
+        try:
+            output = self.model(*args, **kwargs)
+        except Exception as error:
+            raise _ForwardError(error) from error
         # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
         self._recorder.note_output(output)
-        return tuple(leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor))
+        return tuple(leaf for leaf in flatten(output, holders=True)[0] if isinstance(leaf, torch.Tensor))
 
 
 def trace(
@@ -48,25 +63,56 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     live_hooks: Iterable[str] = (),
     training: bool | None = None,
+    dynamic: Dynamic | None = None,
+    prepare: Callable[[nn.Module, Recorder], None] | None = None,
 ) -> TracedModel:
     """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
 
     Forward hooks do not run during the trace, except those of the modules at `live_hooks`: a module that is not
     cut keeps its hooks, and they run whenever it does. `training` puts all modules of the copy in that mode.
+    `dynamic` names the sizes that are to be symbolic, besides dim 0 of all inputs. `prepare` gets the copy before it
+    runs, and may change how its modules are called.
     """
-    example = read_example(model, args, kwargs)
+    example = read_example(model, args, kwargs, dynamic)
+    mode = model.training if training is None else training
+    live_hooks = set(live_hooks)
+    set_mode = training is not None
+    small = sizes_of_one(example) if prepare is None else []
+    if small:
+        # What the model decides about a size of 1 may rule it out, or all others: the first trace that holds is taken.
+        for tensors in (enlarged(example, small), example.tensors):
+            try:
+                traced = _run(model, example, tensors, live_hooks, mode, set_mode, None)
+                bind_inputs(traced.call, args, kwargs or {})
+            except PipeError:
+                continue
+            return traced
+        example = with_fixed(example, small)
+    return _run(model, example, example.tensors, live_hooks, mode, set_mode, prepare)
+
+
+def _run(
+    model: nn.Module,
+    example: Example,
+    tensors: tuple[torch.Tensor, ...],
+    live_hooks: set[str],
+    training: bool,
+    set_mode: bool,
+    prepare: Callable[[nn.Module, Recorder], None] | None,
+) -> TracedModel:
     runner = clone(model)
-    if training is not None:
+    if set_mode:
         runner.train(training)
-    _silence_hooks(runner, set(live_hooks))
+    silence_hooks(runner, live_hooks)
     recorder = Recorder(runner)
+    if prepare is not None:
+        prepare(runner, recorder)
     entry = _Entry(runner, example, recorder)
-    tensors = example.tensors
-    if _is_without_memory(model):
+    if is_without_memory(model):
         tensors = stand_in_for_meta(runner, tensors)
-    _export(entry, tensors)
+    _export(entry, tensors, example.dynamic)
     _check_output(model, recorder.output)
-    return freeze(model, example, recorder, model.training if training is None else training)
+    return freeze(model, example, recorder, training)
 
 
 def _check_output(model: nn.Module, output: Template) -> None:
@@ -79,7 +125,8 @@ def _check_output(model: nn.Module, output: Template) -> None:
         )
 
 
-def _silence_hooks(model: nn.Module, live: set[str]) -> None:
+def silence_hooks(model: nn.Module, live: set[str]) -> None:
+    """Take the user's hooks from a copy, except the forward hooks of the modules at `live`."""
     for path, module in model.named_modules():
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
@@ -90,22 +137,28 @@ def _silence_hooks(model: nn.Module, live: set[str]) -> None:
                 del hooks[key]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks of the user's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not is_part_of_the_forward(hook) for hook in hooks)
+
+
 def is_part_of_the_forward(hook: object) -> bool:
     """torch's own weight_norm, spectral_norm and pruning compute the weights of a module in a hook."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.startswith("torch.nn.utils")
 
 
-def _is_without_memory(model: nn.Module) -> bool:
-    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+def is_without_memory(model: nn.Module) -> bool:
+    """Whether parameters or buffers of a model are on the meta device."""
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} >= {"meta"}
 
 
-def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
-    # One row beside others of several is there to be broadcast, like a mask of shape [1, T]: not a batch of one.
-    batched = any(tensor.dim() and tensor.shape[0] > 1 for tensor in tensors)
+def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims) -> None:
+    places = asked.symbolic([tensor.shape for tensor in tensors])
     dynamic = tuple(
-        {0: torch.export.Dim.AUTO} if tensor.dim() and not (batched and tensor.shape[0] == 1) else None
-        for tensor in tensors
+        {dim: torch.export.Dim.AUTO for dim in range(tensor.dim()) if (nth, dim) in places}
+        for nth, tensor in enumerate(tensors)
     )
     try:
         with (
@@ -114,20 +167,21 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...]) -> None:
             symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
+            CertainChances(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
             torch.export.export(entry, tensors, dynamic_shapes={"tensors": dynamic}, strict=False)
+    except _ForwardError as failed:
+        raise TraceError(_explain(entry.model, failed.error)) from failed.error
     except Exception as error:
         raise TraceError(_explain(entry.model, error)) from error
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
-    where = (
-        f"\n  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""
-    )
+    place = place_of(error)
+    where = f"\n  at {place}" if place else ""
     reason = str(error).strip().split("\n\n")[0].strip() or type(error).__name__
     return (
         f"{type(model).__name__} could not be traced with these example inputs.{where}\n"
@@ -135,8 +189,3 @@ def _explain(model: nn.Module, error: Exception) -> str:
         "  what to try: check that the model runs with these inputs; replace branches on the values of tensors "
         "(`if x.sum() > 0`, `.item()`) by torch.where or torch.cond; turn off features that keep Python state"
     )
-
-
-def _is_machinery(filename: str) -> bool:
-    path = Path(filename)
-    return not path.exists() or any(folder in path.parents for folder in _OWN_FOLDERS)

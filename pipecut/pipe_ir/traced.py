@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import nn
 
-from .spec import TensorSpec
+from .spec import Dim, TensorSpec
 from .structure import Atom, Structure, flatten
 
 # The values that a trace holds on to as they are: there is nothing in them that could change.
@@ -74,9 +74,9 @@ class Template:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, value: Any, convert: Callable[[Any], Any]) -> Template:
+    def of(cls, value: Any, convert: Callable[[Any], Any], *, holders: bool = False) -> Template:
         """A nested value with each leaf converted."""
-        leaves, structure = flatten(value)
+        leaves, structure = flatten(value, holders=holders)
         return cls(structure, tuple(map(convert, leaves)))
 
     def converted(self, convert: Callable[[Any], Any]) -> Template:
@@ -206,6 +206,21 @@ class Condition:
 
 
 @dataclass(frozen=True)
+class FixedDim:
+    """A dim of an input that was symbolic when the trace began, and that the model's code has tied to `size`.
+
+    `name` is what the user calls it, `source` the line of code, `asked` whether the user wants it to be symbolic.
+    """
+
+    path: str
+    dim: int
+    name: str | None
+    size: Dim
+    source: str
+    asked: bool
+
+
+@dataclass(frozen=True)
 class TracedCall:
     """How a traced model is called, without the model: its signature, its inputs, and what holds of their sizes."""
 
@@ -214,6 +229,17 @@ class TracedCall:
     inputs: tuple[TracedInput, ...]
     dims: Mapping[sympy.Symbol, tuple[int, int]]
     conditions: tuple[Condition, ...]
+    named_dims: tuple[str, ...] = ()
+    fixed_dims: tuple[FixedDim, ...] = ()
+    autocast: str = ""  # the one around the trace, in words
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A module that could not be traced, and stays as it is: never cut inside, always its own code."""
+
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +250,10 @@ class TracedModel:
     `conditions` on sizes hold in every call that the trace can stand for. `reached_state` are parameters that code
     reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
     forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
-    a module has set or changed; `forgotten` is what the forward of a module did that no step shows.
+    a module has set or changed; `forgotten` is what the forward of a module did that no step shows. `fallbacks` are the
+    modules that could not be traced.
+    `named_dims` are the symbols that the user named, `fixed_dims` the sizes that could not stay symbolic.
+    `autocast` is the one around the whole trace, in words.
     """
 
     steps: tuple[Step, ...]
@@ -243,11 +272,28 @@ class TracedModel:
     mode_readers: frozenset[str] = frozenset()
     assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     forgotten: Mapping[str, str] = field(default_factory=dict)
+    fallbacks: tuple[Fallback, ...] = ()
+    named_dims: tuple[str, ...] = ()
+    fixed_dims: tuple[FixedDim, ...] = ()
+    autocast: str = ""
 
     @property
     def call(self) -> TracedCall:
         """How the model is called."""
-        return TracedCall(type(self.model).__name__, self.signature, self.inputs, self.dims, self.conditions)
+        return TracedCall(
+            type(self.model).__name__,
+            self.signature,
+            self.inputs,
+            self.dims,
+            self.conditions,
+            self.named_dims,
+            self.fixed_dims,
+            self.autocast,
+        )
+
+    def fallback(self, path: str) -> Fallback | None:
+        """The module that could not be traced and is, or has inside, the one at a path."""
+        return next((item for item in self.fallbacks if f"{path}.".startswith(f"{item.path}.")), None)
 
     def spans(self, kind: SpanKind | None = None) -> Iterator[Span]:
         """All spans, or those of one kind, in the order in which they begin."""

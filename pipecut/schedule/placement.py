@@ -76,10 +76,21 @@ class Placement:
 
 
 def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
-    missing = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
-    if missing or min(numbers) < 0:
-        wrong = f"no {what} {missing[0]}" if missing else f"{what} {min(numbers)}"
+    missing = first_missing(numbers)
+    has_gap = not numbers or missing < max(numbers)
+    if has_gap or min(numbers) < 0:
+        wrong = f"no {what} {missing}" if has_gap else f"{what} {min(numbers)}"
         raise PlanError(f"The placement has {wrong}: number the {what}s 0, 1, 2... without gaps.")
+
+
+def first_missing(numbers: Collection[int]) -> int:
+    """The smallest whole number from 0 up that is not there: the next one, if there is no gap.
+
+    >>> first_missing([0, 1, 5]), first_missing([2, 0, 1])
+    (2, 3)
+    """
+    there = set(numbers)
+    return next(number for number in range(len(there) + 1) if number not in there)
 
 
 def positive(**sizes: int) -> None:

@@ -9,7 +9,7 @@ from os import PathLike
 
 from ..errors import PlanError
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
-from .placement import Placement, positive
+from .placement import Placement, first_missing, positive
 from .rules import Dataflow
 
 Rows = tuple[tuple[Action | None, ...], ...]
@@ -208,19 +208,19 @@ def _placement_of(rows: Rows) -> Placement:
             for leaf in (leaf for action in row if action is not None for leaf in action.leaves):
                 if leaf.op in ops:
                     rank_of.setdefault(leaf.stage, rank)
-    _refuse_gaps("stage", rank_of)
+    _refuse_left_out("stage", rank_of)
     return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 
 
 def _count_microbatches(leaves: Sequence[Action]) -> int:
     numbers = {leaf.microbatch for leaf in leaves if leaf.op in COMPUTE and leaf.microbatch is not None}
-    _refuse_gaps("microbatch", numbers)
+    _refuse_left_out("microbatch", numbers)
     return len(numbers)
 
 
-def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
+def _refuse_left_out(what: str, numbers: Collection[int]) -> None:
     """Numbers are counted from what a plan does, so that one that is left out would be a smaller or a wrong plan."""
-    missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    missing = first_missing(numbers)
     if not numbers or missing < len(numbers):
         there = f"has {what} {max(numbers)}, but nothing of" if numbers else "computes nothing of"
         more = "es" if what.endswith("ch") else "s"

@@ -68,6 +68,10 @@ class Dataflow:
         edges = frozenset({(stage, stage + 1) for stage in range(stages - 1)} | set(skips))
         return cls(stages, edges, edges, frozenset(root_inputs), tuple(map(frozenset, ties)))
 
+    def has_tie(self, number: int | None, stage: int) -> bool:
+        """Whether there is a tie of that number, and the stage holds its parameter."""
+        return number is not None and 0 <= number < len(self.ties) and stage in self.ties[number]
+
     @cached_property
     def makers(self) -> tuple[tuple[int, ...], ...]:
         """For each stage, the stages whose activations it uses."""

@@ -145,7 +145,7 @@ class Walk:
 def first_unknown(plan: Plan, ledger: Ledger) -> tuple[int, int] | None:
     """Rank and step of the first action with a stage, a microbatch, a peer or a rank that the plan does not have."""
     entries, microbatches = ledger.entries, plan.microbatches
-    stages_of, ties = plan.placement.stages_of, plan.dataflow.ties
+    stages_of = plan.placement.stages_of
     for rank, row in enumerate(plan.actions):
         here = set(stages_of[rank])
         for step, action in enumerate(row):
@@ -155,7 +155,7 @@ def first_unknown(plan: Plan, ledger: Ledger) -> tuple[int, int] | None:
                 if (op, stage, peer) in entries:
                     fits = number is not None and 0 <= number < microbatches
                 elif op is Op.REDUCE_TIES:
-                    fits = number is not None and 0 <= number < len(ties) and stage in ties[number]
+                    fits = plan.dataflow.has_tie(number, stage)
                 else:
                     fits = op in WHOLE_STAGE and number is None
                 if not fits or stage not in here or (action.parts and op not in GIVES):

@@ -23,10 +23,18 @@ class _WithGaps:
         members = self._members()
         if isinstance(index, slice):
             return [members[str(key)] for key in range(self._pipecut_length)[index] if str(key) in members]
+        return members[self._key(index)]
+
+    def __setitem__(self, index: int, member: Any) -> None:
+        """Put something else in the place of a member: itself with a wrapper around it, for instance."""
+        setattr(self, self._key(index), member)
+
+    def _key(self, index: int) -> str:
+        members = self._members()
         key = str(index + self._pipecut_length if index < 0 else index)
         if key not in members:
             raise IndexError(f"member {index} is not in this stage; those here: {', '.join(members) or 'none'}")
-        return members[key]
+        return key
 
     def __len__(self) -> int:
         return len(self._members())

@@ -52,6 +52,12 @@ def _recurrent(args: list[Any], out: Shape) -> Dim:
     return 2 * _volume(args[0][:-1]) * sum(_volume(weight) for weight in weights if len(weight) == 2)
 
 
+def _eager_call(args: list[Any], out: Shape) -> Dim:
+    """Nobody looked inside: every weight matrix is taken to be applied to every row of the first argument."""
+    rows = _volume(args[0][0][:-1]) if args[0] else 1
+    return 2 * rows * sum(_volume(weight) for weight in args[1] if len(weight) > 1)
+
+
 FORMULAS: Mapping[str, Formula] = {
     **dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), _contraction),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), _second_contraction),
@@ -59,6 +65,7 @@ FORMULAS: Mapping[str, Formula] = {
     **dict.fromkeys(("aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d"),
                     _transposed_convolution),
     "aten::scaled_dot_product_attention": _attention,
+    "pipecut::eager_call": _eager_call,
     **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _recurrent),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from ..pipe_ir.pipe import Pipe, StageInfo
+from ..pipe_ir.pipe import Pipe, RecomputedValue, StageInfo
 from ..pipe_ir.traced import HERE, TracedModel
 from .cost import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
@@ -20,6 +20,7 @@ from .naming import name_values
 from .partition import partition
 from .points import SplitPlan
 from .program import Piece, WholeCall, used_by_items, walk
+from .recompute import recompute
 from .state import assign_state, find_ties, module_aliases, unused_parameters
 from .unflatten import build_stage_module
 
@@ -30,10 +31,14 @@ def cut_model(
     *,
     modes: Modes | None = None,
     keep_modules: bool = True,
+    may_recompute: bool = True,
 ) -> Pipe:
     """Cut a traced model into stages."""
     names = name_values(traced)
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
+    recomputed: tuple[RecomputedValue, ...] = ()
+    if may_recompute:
+        programs, recomputed = recompute(traced, plan.ticks, programs, names, modes or Modes())
     traced = replace(traced, conditions=conditions_of_generated_code(traced, programs))
     flows = flow(traced, plan.ticks, programs, names)
     holdings = assign_state(traced, programs)
@@ -58,6 +63,8 @@ def cut_model(
         edges=flows.edges,
         tied_parameters=find_ties(modules),
         unused_parameters=unused_parameters(traced),
+        recomputed=recomputed,
+        only_returned=flows.only_returned,
     )
 
 

@@ -12,7 +12,7 @@ from ..errors import SplitError
 from ..pipe_ir.pipe import Edge
 from ..pipe_ir.spec import TensorSpec
 from ..pipe_ir.traced import HERE, Step, TracedModel
-from .program import Piece, defined_by, keys_in, used_by_items
+from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 
 @dataclass
@@ -31,14 +31,17 @@ class Flow:
 
     stages: tuple[StageFlow, ...]
     edges: tuple[Edge, ...]
+    only_returned: tuple[int, ...]
 
 
 def flow(traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]) -> Flow:
     """Find each stage's inputs and outputs, and connect them."""
-    return _FlowFinder(traced, cuts, programs, names).find()
+    return FlowFinder(traced, cuts, programs, names).find()
 
 
-class _FlowFinder:
+class FlowFinder:
+    """Follows values from the stages that make them to those that use them."""
+
     def __init__(
         self, traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]
     ) -> None:
@@ -47,22 +50,52 @@ class _FlowFinder:
         self.programs = programs
         self.names = names
         self.last = len(programs) - 1
-        self.made_in = {index: stage for stage, program in enumerate(programs) for index in defined_by(program)}
+        self.made = [defined_by(program) for program in programs]
+        # A value that is recomputed in later stages comes from the first stage that makes it.
+        self.made_in = {index: stage for stage, made in reversed(list(enumerate(self.made))) for index in made}
         self.writers = self._writers()
 
+    def needs(self, stage: int) -> frozenset[Key]:
+        """What a stage uses and does not make, its own state and the model's output included."""
+        used = used_by_items(self.programs[stage].items)
+        return used | keys_in(self.traced.output) if stage == self.last else used
+
     def find(self) -> Flow:
-        needs = [used_by_items(program.items) for program in self.programs]
-        needs[self.last] = needs[self.last] | keys_in(self.traced.output)
-        stages = [self._stage(index, keys) for index, keys in enumerate(needs)]
+        """The flow between all stages."""
+        stages = [self._stage(index, self.needs(index)) for index in range(len(self.programs))]
         edges = [self._edge(value, index) for index, stage in enumerate(stages) for value in stage.inputs]
         connected = [edge for edge in edges if edge is not None]
         for edge in connected:
             outputs = stages[edge.source].outputs
             if edge.kind == "activation" and edge.value not in outputs:
                 outputs.append(edge.value)
-        return Flow(tuple(stages), tuple(connected))
+        used_by_last = used_by_items(self.programs[self.last].items)
+        only_returned = [
+            edge.value
+            for edge in connected
+            if edge.kind == "activation" and edge.target == self.last and edge.value not in used_by_last
+        ]
+        return Flow(tuple(stages), tuple(connected), tuple(only_returned))
 
-    def _stage(self, index: int, keys: frozenset[object]) -> StageFlow:
+    def arriving(self, stage: int, keys: frozenset[Key]) -> list[int]:
+        """The values that come into a stage if it uses the keys."""
+        return self._inputs(stage, keys)[0]
+
+    def sender(self, value: int, stage: int) -> int:
+        """The stage that sends a value to another one."""
+        return self._source(value, stage) or 0
+
+    def spec(self, value: int) -> TensorSpec:
+        """What is known of a value when it is sent."""
+        return _spec(self.traced.steps[value], self.traced)
+
+    def _stage(self, index: int, keys: frozenset[Key]) -> StageFlow:
+        inputs, sizes = self._inputs(index, keys)
+        self._check_aliases(index, inputs)
+        rewritten = frozenset(value for value in inputs if self._is_written_in(value, index))
+        return StageFlow(sorted(inputs, key=self._order), [], sizes, rewritten)
+
+    def _inputs(self, index: int, keys: frozenset[Key]) -> tuple[list[int], dict[sympy.Symbol, tuple[int, int]]]:
         inputs = [key for key in keys if isinstance(key, int) and self._arrives(key, index)]
         symbols = sorted((key for key in keys if isinstance(key, sympy.Symbol)), key=str)
         sizes = {}
@@ -72,14 +105,12 @@ class _FlowFinder:
                 inputs.append(sizes[symbol][0])
         if HERE in keys and not inputs and not self.traced.state_names:
             inputs.append(next(entry.step for entry in self.traced.inputs if entry.step is not None))
-        self._check_aliases(index, inputs)
-        rewritten = frozenset(value for value in inputs if self._is_written_in(value, index))
-        return StageFlow(sorted(inputs, key=self._order), [], sizes, rewritten)
+        return inputs, sizes
 
     def _arrives(self, value: int, stage: int) -> bool:
         """Whether a value comes from outside the stage, and is not part of its own state."""
         step = self.traced.steps[value]
-        return step.kind == "input" or (step.kind == "op" and self.made_in.get(value, stage) != stage)
+        return step.kind == "input" or (step.kind == "op" and value in self.made_in and value not in self.made[stage])
 
     def _order(self, value: int) -> tuple[bool, int]:
         return (self.traced.steps[value].kind != "input", value)
@@ -97,9 +128,9 @@ class _FlowFinder:
         if step.kind == "input" and source is None:
             if target == 0:
                 return None
-            return Edge(value, self.names[value], "root input", 0, target, _spec(step, self.traced))
+            return Edge(value, self.names[value], "root input", 0, target, self.spec(value))
         assert source is not None
-        return Edge(value, self.names[value], "activation", source, target, _spec(step, self.traced))
+        return Edge(value, self.names[value], "activation", source, target, self.spec(value))
 
     def _source(self, value: int, target: int) -> int | None:
         """The stage that has the value as the target must see it: its last writer before the target, or its maker."""

@@ -32,8 +32,8 @@ class Naming:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """All names that are taken by values."""
-        return frozenset(self.values.values())
+        """All names that are taken by values and sizes."""
+        return frozenset((*self.values.values(), *map(str, self.traced.dims)))
 
     def name(self, key: Key) -> str:
         """The variable that holds a value, a symbolic dim or the device."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import nn
-
 from ..errors import PipeWarning, SplitError
-from ..pipe_ir.trace import is_part_of_the_forward
+from ..pipe_ir.trace import has_forward_hooks
 from ..pipe_ir.traced import TracedModel
 from .program import Piece, walk
 
@@ -31,12 +29,6 @@ def hooks_to_trace(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
             stacklevel=4,
         )
     return hooked
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks of the user's."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not is_part_of_the_forward(hook) for hook in hooks)
 
 
 def refuse_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> None:

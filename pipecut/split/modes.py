@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from ..errors import PipeError, PipeWarning
 from ..pipe_ir.traced import Ref, Step, TracedModel
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
+from .state import written_state
 
 _NUMBERS = (bool, int, float)
 PieceKey = tuple[int, str, int]
@@ -32,11 +33,13 @@ class Modes:
     """Generated code in the two modes.
 
     `switches` are arguments that follow the mode, by step and the argument's name; `bound` are pieces, by stage,
-    path and number of the call, that fit one mode only.
+    path and number of the call, that fit one mode only. `written_in_other` are the parameters and buffers that the
+    other mode updates; None where nobody has looked.
     """
 
     switches: Mapping[int, Mapping[str, Switch]] = field(default_factory=dict)
     bound: Mapping[PieceKey, bool] = field(default_factory=dict)
+    written_in_other: frozenset[str] | None = None
 
     def arguments_of(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A step's arguments, with Switches where they follow the mode."""
@@ -51,8 +54,10 @@ def compare_modes(
 ) -> Modes:
     """Find what differs between a model traced in its own mode (here) and in the other one (there)."""
     matcher = _Matcher(here, there)
+    written = frozenset(written_state(there))
     if len(programs_here) != len(programs_there):
-        return Modes({}, {(stage, "", 0): here.training for stage in range(len(programs_here))})
+        bound = {(stage, "", 0): here.training for stage in range(len(programs_here))}
+        return Modes({}, bound, written)
     for stage, (mine, theirs) in enumerate(zip(programs_here, programs_there, strict=True)):
         matcher.match_piece(stage, mine, theirs)
     if not matcher.match_output():
@@ -64,7 +69,7 @@ def compare_modes(
             PipeWarning,
             stacklevel=4,
         )
-    return Modes(matcher.switches, matcher.bound)
+    return Modes(matcher.switches, matcher.bound, written)
 
 
 class _Matcher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..errors import SplitError
 from ..pipe_ir.traced import Size, Span, TracedModel
 from .decisions import decides_about_sizes
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall, walk
@@ -81,13 +82,16 @@ class _Partitioner:
         if child.kind == "function":
             self.wholeness.check_function(child)
             return FunctionCall(child, self._made_in(child))
-        whole = self.keep_modules and begin <= child.begin and child.end < end
+        fallback = self.traced.fallback(child.path)
+        whole = (self.keep_modules or fallback is not None) and begin <= child.begin and child.end < end
         if whole and (child.path, child.nth_call) not in self.taken_apart and self.wholeness.runs_alone(child):
             return WholeCall(child, self._made_in(child), self._shapes_to_check(child))
+        if fallback is not None:
+            raise SplitError(self.wholeness.why_not_whole(child, fallback))
         return self._piece(child, begin, end)
 
     def _shapes_to_check(self, span: Span) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-        if not decides_about_sizes(self.traced, span):
+        if not decides_about_sizes(self.traced, span) and self.traced.fallback(span.path) is None:
             return ()
         specs = {index: self.traced.steps[index].spec for index in sorted(self._made_in(span))}
         return tuple(

@@ -81,7 +81,7 @@ def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> S
         made = calls.get(first_path[traced.model.get_submodule(plain)], [])
         number = int(nth or 0)
         if number >= len(made):
-            raise SplitError(_never_called(traced.model, plain, number, len(made)))
+            raise SplitError(_never_called(traced, plain, number, len(made)))
         span = made[number]
         tick = span.begin if point is SplitPoint.BEGINNING else span.end + 1
         side = "before" if point is SplitPoint.BEGINNING else "after"
@@ -89,7 +89,13 @@ def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> S
     return checked_plan(traced, cuts)
 
 
-def _never_called(model: nn.Module, path: str, number: int, calls: int) -> str:
+def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> str:
+    model, fallback = traced.model, traced.fallback(path)
+    if fallback is not None and fallback.path != path:
+        return (
+            f"split_spec names {path!r}, inside {fallback.path!r}, which could not be traced ({fallback.reason}) and "
+            f"cannot be cut inside; cut before or after {fallback.path!r}"
+        )
     if calls:
         return (
             f"split_spec names call #{number} of {path!r}, which is called {calls} "

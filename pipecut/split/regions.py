@@ -1,4 +1,4 @@
-"""The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap."""
+"""The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap, fallbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Regions:
     """Says of any tick whether a cut there would tear something apart."""
 
     def __init__(self, traced: TracedModel) -> None:
-        self._spans = [span for span in traced.spans() if span.kind != "call"]
+        self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
         self._operations = [step for step in traced.steps if step.kind == "op"]
         self._ticks = [step.tick for step in self._operations]
 
@@ -40,6 +40,8 @@ class Regions:
 
 
 def _describe_span(span: Span) -> str:
+    if span.kind == "call":
+        return f"{span.label!r}, which could not be traced"
     if span.kind == "checkpoint":
         return "a part under torch.utils.checkpoint"
     return f"the autograd function {span.options['function'].__name__}"

@@ -106,13 +106,18 @@ def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
     return {name for name in everything if name in holdings.tensors or name.startswith(whole)}
 
 
-def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> None:
-    """A buffer that the forward updates can live on one stage only."""
+def written_state(traced: TracedModel) -> set[str]:
+    """The names of parameters and buffers that the forward updates."""
     memory = {traced.steps[index].storage for step in traced.steps for index in step.writes} - {None}
     written = {
         name for index, names in traced.state_names.items() if traced.steps[index].storage in memory for name in names
     }
-    written |= {f"{span.path}.{name}".lstrip(".") for span in traced.spans() for name in span.assigned_buffers}
+    return written | {f"{span.path}.{name}".lstrip(".") for span in traced.spans() for name in span.assigned_buffers}
+
+
+def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> None:
+    """A buffer that the forward updates can live on one stage only."""
+    written = written_state(traced)
     for name in sorted(written):
         holders = [index for index, names in enumerate(held) if name in names]
         if len(holders) > 1:

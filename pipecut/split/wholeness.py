@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from ..errors import SplitError
 from ..pipe_ir.effects import operator_name
-from ..pipe_ir.traced import Ref, Span, Step, TracedModel
+from ..pipe_ir.traced import Fallback, Ref, Span, Step, TracedModel
 
 # Paths into a result that can be written down: result[0], result['mask'], result.logits.
 _ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
@@ -41,6 +41,18 @@ class Wholeness:
         if any(step.kind == "mark" for step in self.steps(span.begin, span.end)):
             return False
         return not self._hidden_inputs(span) and not self._hidden_outputs(span)
+
+    def why_not_whole(self, span: Span, fallback: Fallback) -> str:
+        """Why a module that has to stay as it is cannot be called by generated code."""
+        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
+        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_inputs(span)]
+        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_outputs(span)]
+        hidden += ["a part of it that another call in the same stage has in pieces"]
+        return (
+            f"{span.label!r} could not be traced ({fallback.reason}), so that it can only be called as a whole; the "
+            f"module that calls it is cut, and it depends on {hidden[0]}, which generated code cannot pass on. Pass it "
+            "tensors and plain values, or cut so that the module around it stays whole"
+        )
 
     def check_function(self, span: Span) -> None:
         """Refuse an autograd function whose backward cannot be kept."""

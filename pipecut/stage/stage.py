@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .materialization import check_has_memory
 from .ports import Ports, ports_of
 from .replica import Replica, replica_of
+from .written_inputs import WrittenInputs
 
 WeightRunner = Callable[[], None]
 
@@ -59,6 +61,7 @@ class PipelineStage:
         pipe_info: PipeInfo | None = None,
     ) -> None:
         _check_place(submodule, stage_index, num_stages)
+        check_has_memory(submodule, stage_index, torch.device(device))
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -72,6 +75,7 @@ class PipelineStage:
         self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
         self.replica: Replica = replica_of(submodule)
         self.flights: dict[int, Flight] = {}
+        self._written_inputs = WrittenInputs(stage_index)
         self.submod.to(self.device)
         self.begin_step()
 
@@ -94,7 +98,7 @@ class PipelineStage:
         """Run the module on one microbatch, whose tensors are cut off from the stages before."""
         inputs = list(args)
         with torch.set_grad_enabled(training), self.replica.forward():
-            result = self.submod(*inputs, **kwargs)
+            result = self._written_inputs.call(self.submod, inputs, kwargs)
         flight = Flight(inputs, [] if self.is_last else self._outputs_of(result), result if self.is_last else None)
         if training:
             self.flights[microbatch] = flight

@@ -16,7 +16,7 @@ from .tolerance import Tolerance
 
 def compare_values(what: What, cut: Any, uncut: Any, tolerance: Tolerance) -> Iterator[Difference]:
     """A difference for each leaf of a nested value."""
-    (cut_leaves, cut_structure), (leaves, structure) = flatten(cut), flatten(uncut)
+    (cut_leaves, cut_structure), (leaves, structure) = flatten(cut, holders=True), flatten(uncut, holders=True)
     paths = ["".join(path) for path in structure.paths()]
     if paths != ["".join(path) for path in cut_structure.paths()]:
         fault = f"has {_words(cut_structure.kind, len(cut_leaves))}, and {_words(structure.kind, len(leaves))} uncut"

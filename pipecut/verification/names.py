@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..stage.distributed_tensor import is_distributed
+from ..stage.microbatch.distributed_tensor import is_distributed
 from ..stage.stage import PipelineStage
 
 Naming = Callable[[int, str], str]  # stage, name in its module -> name in the model

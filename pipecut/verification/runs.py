@@ -77,7 +77,7 @@ def run_uncut(model: nn.Module, task: Task) -> Run:
         torch.autograd.backward([loss])
     after = _buffers_of(copy)
     return Run(
-        map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output),
+        map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output, holders=True),
         None if loss is None else float(loss.detach()),
         task.input_gradients(),
         after,
@@ -105,6 +105,8 @@ def _loss(task: Task, output: Any) -> Tensor:
 
 def run_cut(subject: Subject, task: Task, options: Mapping[str, Any], buffers: Mapping[BufferPlace, str]) -> Run:
     """One step of the stages by the plan, together with the other ranks. The gradients are in their parameters."""
+    # In one process, with one microbatch, the stages then draw what the uncut model draws.
+    options = {"random_numbers": "per_process", **options}
     schedule = PlannedSchedule(subject.stages, subject.plan, task.loss_fn, **options)
     args, kwargs = task.call
     if task.loss_fn is None:

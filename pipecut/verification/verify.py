@@ -27,7 +27,6 @@ def verify(
     pipe_or_stages: Stages,
     model: nn.Module,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     schedule: str | type | Plan = "1F1B",
@@ -36,6 +35,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     *,
+    kwargs: Mapping[str, Any] | None = None,
     check: bool = True,
     names: Naming | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
@@ -46,7 +46,8 @@ def verify(
     That is the loss, the outputs, the gradient of every parameter by name and the norm of them all, gradients of
     arguments, and buffers. The result lists the differences, the worst first: print it. With `check`, a difference
     beyond the tolerance is raised as a VerificationError, which has the same table. Without a `loss_fn` only the
-    forward pass is compared. Weights, gradients, buffers, modes and random numbers are left as they were.
+    forward pass is compared. Weights, gradients, buffers, modes and random numbers are left as they were. Keyword
+    arguments of the model are passed as `kwargs`.
 
     The stages are those of a Pipe, or PipelineStages that hold the model's parameters, or copies of them under the
     same names; for other names pass `names`, a function of (stage index, name in the stage) to the name in the model.
@@ -65,7 +66,7 @@ def verify(
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     >>> x, y = torch.ones(8, 4).double(), torch.ones(8, 1).double()
     >>> pipe = pipeline(model, (x,), num_stages=2)
-    >>> found = verify(pipe, model, (x,), target=y, loss_fn=nn.functional.mse_loss)
+    >>> found = verify(pipe, model, (x,), y, nn.functional.mse_loss)
     >>> found.ok, sorted(each.name for each in found.differences if each.what == "gradient")
     (True, ['0.bias', '0.weight', '2.bias', '2.weight'])
     """
@@ -103,12 +104,17 @@ def _check(model: object, args: object, loss_fn: object, target: object) -> None
     if not isinstance(args, tuple | list):
         kind = type(args).__name__
         raise InputError(f"args must be a tuple of positional arguments, got {kind}; for a single one write (x,)")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(
+            f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}: the order is verify(pipe, "
+            "model, args, target, loss_fn), and keyword arguments of the model are passed as kwargs="
+        )
     if loss_fn is not None and target is None:
         raise InputError("verify() got a loss_fn and no target: pass target=, the second argument of loss_fn")
 
 
 def _dtypes(model: nn.Module, output: Any) -> set[torch.dtype]:
-    leaves, _ = flatten(output)
+    leaves, _ = flatten(output, holders=True)
     return {tensor.dtype for tensor in (*model.parameters(), *leaves) if isinstance(tensor, Tensor)}
 
 

@@ -177,7 +177,7 @@ def test_two_schedules_called_in_another_order() -> None:
 
 def test_outputs_that_cannot_be_merged() -> None:
     found = outcomes(2, cases.returns_no_rows)
-    assert_all_fail(found, "StepError", "rank 1 failed after its last action", "output_merge_spec")
+    assert_all_fail(found, "StepError", "rank 1 failed in 1F0 (stage 1", "output_merge_spec")
 
 
 def test_keywords_of_another_size_on_a_later_rank() -> None:

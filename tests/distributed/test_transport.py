@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run import schedule
+from pipecut.schedule.run import connection
 from pipecut.schedule.run.distributed import DistributedTransport
 from pipecut.schedule.run.transport import Meta, Ready
 from tests.distributed.faults import Party
@@ -137,7 +137,7 @@ class OneQueue(DistributedTransport):
 
 def train_in_one_queue(rank: int, world: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "DistributedTransport", OneQueue)
+        patch.setattr(connection, "DistributedTransport", OneQueue)
         check_schedule(rank, world, name, True, [world * FAMILIES[name].chunks + 1])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -137,3 +139,20 @@ def test_the_kind_is_the_name_of_the_type() -> None:
     assert [flatten(value)[1].kind for value in ((), [], {}, Box(1), Pair(1, 2), 5)] == [
         "tuple", "list", "dict", "Box", "Pair", "leaf",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [lambda x: OrderedDict(a=x), lambda x: defaultdict(list, a=x), lambda x: Pair(x, 1)])
+def test_a_value_does_not_outlive_its_use(make: Callable[[torch.Tensor], Any]) -> None:
+    """Types that torch knows lived until the garbage collector came, and with them the graph of a whole stage."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(2)
+        alive = weakref.ref(tensor)
+        leaves, structure = flatten(make(tensor))
+        unflatten(structure, leaves)
+        del leaves, structure
+        del tensor
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""A user's own way to do an action, and modules compiled by torch.compile."""
+"""A user's own way to do an action."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut import InputError, PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleZBH1
+from pipecut import InputError, PipelineStage, Schedule1F1B, ScheduleDualPipeV
 from pipecut.schedule import Action, Op
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -67,18 +67,3 @@ def test_functions_are_registered_before_the_first_step() -> None:
     schedule.step(X, target=Y)
     with pytest.raises(InputError, match="register custom functions before the first step"):
         schedule.register_custom_function("FORWARD", lambda action, context: None)
-
-
-def compiled(model: nn.Sequential) -> list[PipelineStage]:
-    made: list[Any] = [torch.compile(module, backend="aot_eager") for module in model]
-    return [PipelineStage(module, index, len(model), "cpu") for index, module in enumerate(made)]
-
-
-def test_compiled_stages_train_under_full_backwards() -> None:
-    model = layers(2)
-    assert_trains(Schedule1F1B(compiled(model), 2, nn.functional.mse_loss), model)
-
-
-def test_compiled_stages_are_refused_where_the_backward_is_split() -> None:
-    with pytest.raises(InputError, match="stage 0 has a module compiled by torch.compile .* ZB-H1 .* such as 1F1B"):
-        ScheduleZBH1(compiled(layers(2)), 2, nn.functional.mse_loss)

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipecut import ScheduleForwardOnly, get_schedule_class, pipeline
+from pipecut import InputError, ScheduleForwardOnly, get_schedule_class, pipeline
 from tests.schedule_run.beside_uncut import Problem, assert_evaluates_as_uncut, assert_trains_as_uncut
 from tests.schedule_run.problems import (
     WIDTH,
     by_hand_model,
     by_hand_problem,
+    chain_pipe,
     chain_problem,
     stages_by_hand,
     stages_of_chain,
@@ -77,3 +78,20 @@ def test_forward_only(ranks: int) -> None:
         output = run(*problem.args, **problem.kwargs)
         torch.testing.assert_close(output["hidden"], pipe(*problem.args, **problem.kwargs)["hidden"].detach())
         assert output["hidden"].shape == (7, 3, WIDTH)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_inference_mode_is_for_evaluation(traced: bool) -> None:
+    problem = chain_problem(2, samples=6)
+    stages = traced_stages(chain_pipe(problem)) if traced else stages_of_chain(problem.model)
+    schedule = get_schedule_class("1F1B")(stages, 3, F.mse_loss)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        with pytest.raises(
+            InputError, match=r"and torch.inference_mode\(\) is on here: call it outside, or call eval\(\)"
+        ):
+            schedule.step(*problem.args, target=problem.target)
+        assert_evaluates_as_uncut(schedule, problem)
+    assert_trains_as_uncut(schedule, problem)
+    with torch.no_grad():  # which a step puts aside
+        schedule.step(*problem.args, target=problem.target)
+    assert_trains_as_uncut(schedule, problem)

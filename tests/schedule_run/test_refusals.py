@@ -178,16 +178,17 @@ def test_outputs_that_cannot_be_merged() -> None:
         PipelineStage(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0)), 1, 2, "cpu"),
     ]
     plan = plan_for("1F1B", ranks=2, microbatches=2)
-    x = torch.ones(4, WIDTH)
+    x, y = torch.ones(4, WIDTH), torch.ones(4)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target.flatten())
+        return F.mse_loss(output, target.repeat_interleave(WIDTH))
 
     schedule = PlannedSchedule(stages, plan, loss_fn)
-    with pytest.raises(InputError, match="output_merge_spec"):
-        schedule.step(x, target=x)
-    assert schedule.step(x, target=x, return_outputs=False) is None
-    joined = PlannedSchedule(stages, plan, loss_fn, output_merge_spec=TensorChunkSpec(0)).step(x, target=x)
+    with pytest.raises(PipeError, match="output_merge_spec"):
+        schedule.step(x, target=y)
+    assert all(parameter.grad is None for stage in stages for parameter in stage.submod.parameters())
+    assert schedule.step(x, target=y, return_outputs=False) is None
+    joined = PlannedSchedule(stages, plan, loss_fn, output_merge_spec=TensorChunkSpec(0)).step(x, target=y)
     assert joined.shape == (24,)
 
 
@@ -203,7 +204,7 @@ def test_samples_along_another_dim() -> None:
     plan = plan_for("1F1B", ranks=2, microbatches=2)
     x, table = torch.ones(WIDTH, 5), torch.ones(WIDTH)
     specs = (TensorChunkSpec(1), Replicate())
-    schedule = PlannedSchedule(stages, plan, F.mse_loss, args_chunk_spec=specs)
+    schedule = PlannedSchedule(stages, plan, F.mse_loss, args_chunk_spec=specs, target_chunk_spec=TensorChunkSpec(0))
     assert schedule.step(x, table, target=torch.ones(5, WIDTH)).shape == (5, WIDTH)
     with pytest.raises(InputError, match=r"do not have the same number of samples|the target has 5 rows"):
         PlannedSchedule(stages, plan, F.mse_loss).step(x, table, target=torch.ones(5, WIDTH))

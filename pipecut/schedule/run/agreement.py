@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from ...errors import PipeError
 from ...pipe_ir.pipe import PipeInfo
 from ..plan import Plan
+from .tie import Tie
 
 
 class DisagreementError(PipeError):
     """The ranks are not about to do the same thing."""
 
 
-def facts_of(plan: Plan, info: PipeInfo | None, options: Mapping[str, object]) -> dict[str, str]:
+def facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:
     """What has to be the same on all ranks, in words where they are short."""
     facts = {
         "schedule": plan.name,
@@ -34,8 +35,12 @@ def facts_of(plan: Plan, info: PipeInfo | None, options: Mapping[str, object]) -
         facts |= {
             f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges
         }
-        facts |= {f"tied parameter {tie.names[0]}": f"stages {list(tie.stages)}" for tie in info.tied_parameters}
+    facts |= {f"holders of the tied parameter {tie.title}": _holders(tie) for tie in ties}
     return facts | {name: str(value) for name, value in options.items()}
+
+
+def _holders(tie: Tie) -> str:
+    return ", ".join(f"{tie.names[stage][0]} of stage {stage}" for stage in tie.stages)
 
 
 def _digest(value: object) -> str:

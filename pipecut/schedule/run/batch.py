@@ -22,9 +22,18 @@ class Batch:
     targets: Sequence[Any] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     keep_results: bool = True
+    merge_spec: Any = None  # how the results are put together
+    seed: int = 0  # of the random numbers
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
+    loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it
+
+    @property
+    def loss_weights(self) -> Sequence[float]:
+        """How much each microbatch counts in the loss of the batch; known on the rank of the last stage."""
+        return self.samples if self.weights is None else self.weights
 
     def weight(self, microbatch: int) -> float:
-        """The part of the whole batch that a microbatch is."""
-        return self.samples[microbatch] / sum(self.samples)
+        """The part of the loss of the whole batch that a microbatch is."""
+        return self.loss_weights[microbatch] / sum(self.loss_weights)

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, PipeError
-from ...pipe_ir.structure import map_leaves
+from ...pipe_ir.structure import flatten, map_leaves
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
 from .batch import Batch
+from .keywords import taken_by
 from .mail import Mail, number, sendable
+from .objective import Objective
 from .parcels import Parcels
+from .random_numbers import RandomNumbers
+from .results import refuse_unmergeable
 from .ties import TiedGradients
 from .transport import Meta, Transport
 
@@ -35,20 +39,23 @@ class Executor:
         stages: Mapping[int, PipelineStage],
         parcels: Parcels,
         transport: Transport,
-        loss_fn: Callable[..., Tensor] | None,
+        objective: Objective,
         *,
         scale_gradients: bool,
         ties: TiedGradients,
+        random_numbers: RandomNumbers,
     ) -> None:
         self.plan = plan
         self.stages = stages
         self.transport = transport
-        self.loss_fn = loss_fn
+        self.objective = objective
         self.scale_gradients = scale_gradients
         self.ties = ties
+        self.random_numbers = random_numbers
         self.batch = Batch(training=False, samples=[], sizes=[])
-        self.mail = Mail(plan, stages, parcels, transport)
-        self._root_gradients: list[tuple[Tensor, Tensor]] = []
+        self.mail = Mail(plan, stages, parcels, transport, random_numbers)
+        self.root_gradients: list[tuple[Tensor, Tensor]] = []
+        self._keywords: dict[tuple[int, int], list[Tensor]] = {}  # those that need a gradient, by stage and microbatch
         self._backwards_left: dict[int, int] = {}
         self.part: Action | None = None  # the part of an overlap that is running
         self.in_loss_fn = False
@@ -79,6 +86,7 @@ class Executor:
         self.clear()
         self.batch = batch
         self.mail.begin(batch)
+        self.random_numbers.begin(batch.seed)
         self._backwards_left = dict.fromkeys(self.stages, len(batch.samples))
         if batch.training:
             self.ties.begin()
@@ -87,7 +95,8 @@ class Executor:
 
     def clear(self) -> None:
         """Forget everything of the step."""
-        self._root_gradients.clear()
+        self.root_gradients.clear()
+        self._keywords.clear()
         self.part = None
         self.in_loss_fn = False
         self.inputs = None
@@ -100,51 +109,80 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], number(action)
-        args, kwargs = self._arguments(stage, microbatch)
+        args = self._arguments(stage, microbatch)
         self.inputs = args
-        flight = stage.forward(microbatch, args, kwargs, training=self.batch.training)
-        if stage.is_last:
-            self._finish(stage, microbatch, flight)
+        with self.random_numbers.forward(stage, microbatch):
+            if stage.ports is None:
+                flight = self._forward_with_keywords(stage, microbatch, args)
+            else:
+                flight = stage.forward(microbatch, args, {}, training=self.batch.training)
+            if stage.is_last:
+                self._finish(stage, microbatch, flight)
         self.inputs = None
         for target in self._targets[action.stage]:
             self.mail.hand_over(action.stage, target, microbatch, flight)
 
-    def _arguments(self, stage: PipelineStage, microbatch: int) -> tuple[list[Any], Mapping[str, Any]]:
+    def _forward_with_keywords(self, stage: PipelineStage, microbatch: int, args: list[Any]) -> Flight:
+        """A module that was cut by hand also takes keywords; those that need a gradient are among its inputs."""
+        given = self.batch.kwargs[microbatch] if self.batch.kwargs else {}
+        taken = taken_by(stage.submod, len(args), given, training=self.batch.training)
+        flight = stage.forward(microbatch, args, taken.kwargs, training=self.batch.training)
+        if taken.leaves:
+            flight.inputs += taken.leaves
+            self._keywords[stage.stage_index, microbatch] = taken.originals
+        return flight
+
+    def _arguments(self, stage: PipelineStage, microbatch: int) -> list[Any]:
         """What the stage's module is called with: leaves of a graph of its own."""
         index = stage.stage_index
         if stage.ports is None:
-            kwargs = self.batch.kwargs[microbatch] if self.batch.kwargs else {}
             if stage.is_first:
-                return [_leaf(value) for value in self.batch.args[microbatch]], kwargs
+                return [_leaf(value) for value in self.batch.args[microbatch]]
             arrived_args = self.mail.take(index - 1, index, microbatch)
             _check_expected(stage, arrived_args)
-            return arrived_args, kwargs
-        arrived = {source: self.mail.take(source, index, microbatch) for source in stage.ports.incoming}
+            return arrived_args
+        sources = {*stage.ports.incoming, *self.plan.dataflow.makers[index]}
+        arrived = {source: self.mail.take(source, index, microbatch) for source in sorted(sources)}
         roots = self.batch.roots[microbatch] if stage.is_first else {}
         return [
             _leaf(roots[place]) if source is None else arrived[source][place] for source, place in stage.ports.arguments
-        ], {}
+        ]
 
     def _finish(self, stage: PipelineStage, microbatch: int, flight: Flight) -> None:
         """The end of the model: its result, and the loss."""
         batch = self.batch
-        if self.loss_fn is not None and batch.targets is not None:
-            with torch.set_grad_enabled(batch.training):
-                self.in_loss_fn = True
-                loss = self.loss_fn(flight.result, batch.targets[microbatch], **batch.loss_kwargs)
-                self.in_loss_fn = False
-            flight.loss = _checked_loss(loss, microbatch)
-            if batch.training and not flight.loss.requires_grad and _needs_gradient(stage, flight):
-                raise InputError(
-                    "the loss needs no gradient, though parameters do: loss_fn must not detach the output, nor run "
-                    "under torch.no_grad()"
-                )
-            # A copy: a reduced loss may lie in a storage as large as the output.
-            batch.losses[microbatch] = flight.loss.detach().clone()
+        with torch.set_grad_enabled(batch.training):
+            self.in_loss_fn = not self.objective.is_own
+            target = None if batch.targets is None else batch.targets[microbatch]
+            loss = self.objective.loss(flight.result, target, batch.loss_kwargs)
+            self.in_loss_fn = False
+        if batch.training or loss is not None:
+            self._begin_with(self.objective.checked(loss, flight.result, microbatch), stage, microbatch, flight)
         if batch.keep_results:
-            batch.results[microbatch] = _detached(flight.result)
+            result = _detached(flight.result)
+            if not batch.results:
+                refuse_unmergeable(result, batch, microbatch)
+            batch.results[microbatch] = result
         if batch.training:
             flight.result = None
+
+    def _begin_with(self, loss: Tensor, stage: PipelineStage, microbatch: int, flight: Flight) -> None:
+        """The backward will begin with this loss."""
+        batch = self.batch
+        if batch.training and not loss.requires_grad and _needs_gradient(stage, flight):
+            maker = "the model" if self.objective.is_own else "loss_fn"
+            raise InputError(
+                f"the loss needs no gradient, though parameters do: {maker} must not detach the output, nor run under "
+                "torch.no_grad()"
+            )
+        if self.objective.is_own:
+            leaves, _ = flatten(flight.result)
+            batch.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
+        # A copy: a reduced loss may lie in a storage as large as the output.
+        batch.losses[microbatch] = loss.detach().clone()
+        # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
+        has_weight = batch.loss_weights[microbatch] > 0 or not self.scale_gradients
+        flight.loss = loss if has_weight else batch.losses[microbatch]
 
     # ------------------------------------------------------------------ backward
 
@@ -170,7 +208,11 @@ class Executor:
         grads = self._output_gradients(stage, microbatch)
         inputs = stage.flights[microbatch].inputs
         input_grads = stage.backward(microbatch, grads, weights=weights)
-        self._give_back(stage, microbatch, inputs, input_grads)
+        originals = self._keywords.pop((action.stage, microbatch), [])
+        count = len(inputs) - len(originals)
+        for original, grad in zip(originals, input_grads[count:], strict=True):
+            self._into_root(original, grad)
+        self._give_back(stage, microbatch, inputs[:count], input_grads[:count])
 
     def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
         """What the stages that use this one's outputs send back, summed; for the loss its weight."""
@@ -230,18 +272,11 @@ class Executor:
     def _into_root(self, original: Any, grad: Tensor | None) -> None:
         """Keep the gradient of an input of the model for the end of the step."""
         if grad is not None and isinstance(original, Tensor) and original.requires_grad:
-            self._root_gradients.append((original, grad))
+            self.root_gradients.append((original, grad))
 
     def finish(self) -> None:
-        """The end of the step: gradients of the model's inputs go on to wherever the user got them from.
-
-        In one go, for the microbatches of an input may share a graph, which is gone after the first backward.
-        """
-        if self._root_gradients:
-            tensors, grads = zip(*self._root_gradients, strict=True)
-            torch.autograd.backward(tensors, grads)
-        if self.batch.training:
-            self.ties.finish()
+        """The end of the step on this rank."""
+        finish_together([self])
 
     def _originals(self, stage: PipelineStage, microbatch: int) -> list[Any]:
         if stage.ports is None:
@@ -252,6 +287,21 @@ class Executor:
         for self.part in action.parts:
             self.handlers[self.part.op](self.part)
         self.part = None
+
+
+def finish_together(executors: Sequence[Executor]) -> None:
+    """The end of a step on the ranks of one process: gradients of inputs go on to wherever the user got them from.
+
+    In one go, for the microbatches of an input, and inputs of several stages, may share a graph, which is gone after
+    the first backward.
+    """
+    found = [pair for executor in executors for pair in executor.root_gradients]
+    if found:
+        tensors, grads = zip(*found, strict=True)
+        torch.autograd.backward(tensors, grads)
+    for executor in executors:
+        if executor.batch.training:
+            executor.ties.finish()
 
 
 def _check_expected(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
@@ -284,14 +334,4 @@ def _gradient(value: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _detached(result: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-
-
-def _checked_loss(loss: Any, microbatch: int) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(
-            f"loss_fn returned {got} for microbatch {microbatch}; it must return one number, a tensor without dims: "
-            "take its mean, or its sum with scale_grads=False"
-        )
-    return loss
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result, holders=True)

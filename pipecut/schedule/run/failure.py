@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import PipeError
-from ..action import Action
+from ..action import Action, Op
 
 KEY = "pipecut/failure"
 PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
@@ -84,7 +84,8 @@ def describe(
     """What an error on this rank means to the others."""
     if action is not None:
         where = f"in {action} (stage {action.stage}"
-        where += ")" if action.microbatch is None else f", microbatch {action.microbatch})"
+        number = "tie" if action.op is Op.REDUCE_TIES else "microbatch"
+        where += ")" if action.microbatch is None else f", {number} {action.microbatch})"
         path = "" if module is None else _module_path(module, error.__traceback__)
         where += f", in module '{path}'" if path else ""
     text = "".join(traceback.format_exception_only(error)).strip()

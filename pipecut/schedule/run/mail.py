@@ -12,7 +12,8 @@ from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
 from .batch import Batch
-from .parcels import Ends, Parcels
+from .parcels import Ends, Kind, Parcels
+from .random_numbers import RandomNumbers
 from .transport import Arrival, Meta, Ready, Transport
 
 Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
@@ -21,11 +22,19 @@ Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the mi
 class Mail:
     """The parcels of one rank. Receives are posted when it is known what will come, and waited for when it is used."""
 
-    def __init__(self, plan: Plan, stages: Mapping[int, PipelineStage], parcels: Parcels, transport: Transport) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, PipelineStage],
+        parcels: Parcels,
+        transport: Transport,
+        random_numbers: RandomNumbers,
+    ) -> None:
         self.rank_of = plan.placement.rank_of
         self.stages = stages
         self.parcels = parcels
         self.transport = transport
+        self.random_numbers = random_numbers
         self.batch = Batch(training=False, samples=[], sizes=[])
         self._activations: dict[Key, Arrival] = {}
         self._gradients: dict[Key, Arrival] = {}
@@ -43,9 +52,11 @@ class Mail:
         metas = self.metas((source, target), microbatch)
         parcel = self._activations.pop((source, target, microbatch), None)
         values = self._local_roots(target, microbatch) if parcel is None else parcel.wait()
+        self.random_numbers.arrived(target, microbatch, values[len(metas) :])
         training = self.batch.training
         return [
-            value.requires_grad_(training and meta.requires_grad) for value, meta in zip(values, metas, strict=True)
+            value.requires_grad_(training and meta.requires_grad)
+            for value, meta in zip(values[: len(metas)], metas, strict=True)
         ]
 
     def _local_roots(self, target: int, microbatch: int) -> list[Tensor]:
@@ -55,8 +66,11 @@ class Mail:
         roots = self.batch.roots[microbatch]
         return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
 
+    def _kind(self, ends: Ends, microbatch: int) -> Kind:
+        return Kind(ends, self.batch.sizes[microbatch], self.batch.training)
+
     def metas(self, ends: Ends, microbatch: int) -> tuple[Meta, ...]:
-        metas = self.parcels.metas(ends, self.batch.sizes[microbatch], self.batch.training)
+        metas = self.parcels.metas(self._kind(ends, microbatch))
         assert metas is not None  # a parcel is described before it comes
         return metas
 
@@ -73,9 +87,9 @@ class Mail:
     def _describe(self, key: tuple[int, int, int], parcel: Sequence[Tensor]) -> None:
         """Make sure that the receiver knows what comes, and that it is what it expects."""
         source, target, microbatch = key
-        peer, sizes = self.rank_of[target], self.batch.sizes[microbatch]
-        self.parcels.tell(self.transport, peer, (source, target), sizes, self.batch.training, parcel)
-        self._check_parcel((source, target), microbatch, parcel)
+        ends = (source, target)
+        self.parcels.tell(self._kind(ends, microbatch), self.transport, self.rank_of[target], parcel)
+        self._check_parcel(ends, microbatch, parcel)
 
     def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
         ports = self.stages[source].ports
@@ -84,7 +98,7 @@ class Mail:
         roots = self.batch.roots[microbatch] if source == 0 else {}
         return [
             sendable(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
-            for item in ports.outgoing[target]
+            for item in ports.outgoing.get(target, ())
         ]
 
     def _check_parcel(self, ends: Ends, microbatch: int, parcel: Sequence[Tensor]) -> None:
@@ -93,8 +107,12 @@ class Mail:
             asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
             if tuple(tensor.shape) == meta.shape and tensor.dtype == meta.dtype and asked_for:
                 continue
-            name = self.parcels.names(ends)[place]
-            raise PipeError(_mismatch(name, ends, tensor, meta))
+            name, got = self.parcels.names(ends)[place], Meta.of(tensor)
+            source, target = ends
+            raise PipeError(
+                f"{name}, which goes from stage {source} to stage {target}, is {got} here, and stage {target} expects "
+                f"{meta}: {self.parcels.remedy(source, got, meta)}"
+            )
 
     def send_activations(self, action: Action) -> None:
         key = (action.stage, action.other_stage, number(action))
@@ -102,6 +120,7 @@ class Mail:
         if parcel is None:  # an input of the model that is sent before the first stage has run
             parcel = self._parcel(*key, Flight([], []))
         self._describe(key, parcel)
+        parcel = parcel + self.random_numbers.outgoing(*key)
         if parcel:
             self.transport.send(self.rank_of[key[1]], parcel)
 
@@ -119,18 +138,19 @@ class Mail:
         key = (action.other_stage, action.stage, microbatch)
         if key in waiting:
             return
-        peer, sizes = self.rank_of[action.other_stage], self.batch.sizes[microbatch]
+        peer = self.rank_of[action.other_stage]
         if forward:
-            self.parcels.learn(self.transport, peer, ends, sizes, self.batch.training)
+            self.parcels.learn(self._kind(ends, microbatch), self.transport, peer)
         metas = self.metas(ends, microbatch)
-        wanted = metas if forward else [meta for meta in metas if meta.requires_grad]
+        along = self.random_numbers.expected(*ends) if forward else ()
+        wanted = metas + along if forward else [meta for meta in metas if meta.requires_grad]
         if wanted or forward:
             waiting[key] = self.transport.receive(peer, wanted) if wanted else Ready([])
 
     def size_of(self, action: Action) -> int | None:
         """The bytes that will arrive, if that is known."""
         ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
-        metas = self.parcels.metas(ends, self.batch.sizes[number(action)], self.batch.training)
+        metas = self.parcels.metas(self._kind(ends, number(action)))
         return None if metas is None else sum(meta.bytes for meta in metas)
 
     def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor]) -> None:
@@ -157,16 +177,3 @@ def sendable(tensor: Tensor) -> Tensor:
 def number(action: Action) -> int:
     assert action.microbatch is not None  # a proven plan
     return action.microbatch
-
-
-def _mismatch(name: str, ends: Ends, tensor: Tensor, meta: Meta) -> str:
-    got = Meta.of(tensor)
-    text = (
-        f"{name}, which goes from stage {ends[0]} to stage {ends[1]}, is {got} here, and stage {ends[1]} expects {meta}"
-    )
-    if (got.shape, got.dtype) != (meta.shape, meta.dtype):
-        return f"{text}: check what the module of stage {ends[0]} returns"
-    return (
-        f"{text}: it needs a gradient now, and did not when the model was traced or first run; "
-        "make the stages again after unfreezing parameters"
-    )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
-from ...errors import InputError
+from torch import nn
+
+from ...errors import InputError, PipeWarning
 from ...stage.stage import PipelineStage
 from ..action import Op
 from ..plan import Plan
 
 
 def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
-    """Refuse stages that are not those of the plan, or that it cannot run."""
+    """Refuse stages that are not those of the plan."""
     traced = stages[0].pipe_info is not None
     for stage in stages:
         if stage.num_stages != plan.stages:
@@ -22,7 +25,7 @@ def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: boo
         if (stage.pipe_info is not None) != traced:
             raise InputError("some stages are traced and others cut by hand: make all of them in one way")
     if _splits_backward(plan):
-        _refuse_compiled(plan, stages)
+        _warn_of_compiled(plan, stages)
     indices = sorted(stage.stage_index for stage in stages)
     twice = [index for index in indices if indices.count(index) > 1]
     if twice:
@@ -40,12 +43,20 @@ def _splits_backward(plan: Plan) -> bool:
     return any(leaf.op is Op.BACKWARD_INPUT for leaf in leaves)
 
 
-def _refuse_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
-    for stage in stages:
-        compiled = [path for path, module in stage.submod.named_modules() if type(module).__name__ == "OptimizedModule"]
-        if compiled:
-            raise InputError(
-                f"stage {stage.stage_index} has a module compiled by torch.compile ('{compiled[0]}'): its backward is "
-                f"one piece, and {plan.name} does the gradients of inputs and weights apart: take a schedule with full "
-                "backwards, such as 1F1B or Interleaved1F1B, or leave that stage uncompiled"
-            )
+def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
+    """The gradients are right, but the schedule cannot do what it is for."""
+    compiled = [stage.stage_index for stage in stages if any(map(_is_compiled, stage.submod.modules()))]
+    if compiled:
+        which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"
+        warnings.warn(
+            f"{which} modules compiled by torch.compile. The backward of each is one piece: its weight gradients are "
+            f"computed along with those of its inputs, and are not left for the idle time that {plan.name} fills with "
+            "them. A schedule with full backwards, such as 1F1B or Interleaved1F1B, does the same with less memory",
+            PipeWarning,
+            stacklevel=2,
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, or in place by `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import PipeError
+from ...pipe_ir.ambient import ambient_autocast
 from ...pipe_ir.pipe import PipeInfo
 from ...pipe_ir.spec import TensorSpec
 from ...stage.ports import Item
@@ -22,38 +24,55 @@ DTYPES = (
 DESCRIPTION = (Meta((LENGTH,), torch.int64, False),)
 
 
+class Kind(NamedTuple):
+    """What parcels have in common that have the same contents, but for the values."""
+
+    ends: Ends
+    sizes: tuple[int, ...]  # of the microbatch: its symbolic dims, or a number that stands for all shapes
+    training: bool
+
+
 class TracedParcels:
     """Parcels of a traced model: their shapes follow from the symbolic dims of a microbatch."""
 
     def __init__(self, info: PipeInfo, items: Mapping[Ends, Sequence[Item]]) -> None:
         self.symbols = sorted(str(symbol) for symbol in info.call.dims)
         self.items = items
+        self.autocast = info.call.autocast
         self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
 
-    def metas(self, ends: Ends, sizes: tuple[int, ...], training: bool) -> tuple[Meta, ...]:
+    def metas(self, kind: Kind) -> tuple[Meta, ...]:
         """What is in a parcel."""
-        key = (ends, sizes)
+        key = (kind.ends, kind.sizes)
         if key not in self._bound:
-            by_name = dict(zip(self.symbols, sizes, strict=True))
-            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items[ends])
+            by_name = dict(zip(self.symbols, kind.sizes, strict=True))
+            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
         return self._bound[key]
 
     def names(self, ends: Ends) -> list[str]:
         """The names of the values in a parcel."""
         return [item.name for item in self.items[ends]]
 
-    def learn(self, transport: Transport, peer: int, ends: Ends, sizes: tuple[int, ...], training: bool) -> None:
+    def remedy(self, source: int, got: Meta, expected: Meta) -> str:
+        """What to do about a value that is not as in the trace."""
+        now = ambient_autocast()
+        if got.dtype != expected.dtype and now != self.autocast:
+            is_, was = (f"on ({state})" if state else "off" for state in (now, self.autocast))
+            return (
+                f"torch.autocast is {is_} here, and was {was} when the model was traced: call pipeline() and the "
+                "schedule under the same torch.autocast"
+            )
+        if got[:2] != expected[:2]:
+            return f"check what the module of stage {source} returns"
+        return (
+            "it needs a gradient now, and did not when the model was traced; call pipeline() again after unfreezing "
+            "parameters"
+        )
+
+    def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
         """Nothing: all is known."""
 
-    def tell(
-        self,
-        transport: Transport,
-        peer: int,
-        ends: Ends,
-        sizes: tuple[int, ...],
-        training: bool,
-        parcel: Sequence[Tensor],
-    ) -> None:
+    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Nothing: all is known."""
 
 
@@ -65,39 +84,45 @@ class LearntParcels:
     """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Ends, tuple[int, ...], bool], tuple[Meta, ...]] = {}
+        self._known: dict[Kind, tuple[Meta, ...]] = {}
 
-    def metas(self, ends: Ends, sizes: tuple[int, ...], training: bool) -> tuple[Meta, ...] | None:
+    def metas(self, kind: Kind) -> tuple[Meta, ...] | None:
         """What is in a parcel, if one like it has been seen."""
-        return self._known.get((ends, sizes, training))
+        return self._known.get(kind)
 
     def names(self, ends: Ends) -> list[str]:
         """The values have no names: what stage 2 returns is output 0, output 1..."""
-        known = [metas for (seen, _, _), metas in self._known.items() if seen == ends]
+        known = [metas for kind, metas in self._known.items() if kind.ends == ends]
         return [f"output {place}" for place in range(max(map(len, known), default=0))]
 
-    def learn(self, transport: Transport, peer: int, ends: Ends, sizes: tuple[int, ...], training: bool) -> None:
-        """Receive the description that goes before a parcel that is not known."""
-        if (ends, sizes, training) not in self._known:
-            (numbers,) = transport.receive(peer, DESCRIPTION).wait()
-            self._known[ends, sizes, training] = _read(numbers.tolist())
+    def remedy(self, source: int, got: Meta, expected: Meta) -> str:
+        """What to do about a value that is not as it was in the first microbatch of its kind."""
+        if got.dtype != expected.dtype:
+            return (
+                f"check what the module of stage {source} returns; torch.autocast has to be the same on all ranks, and "
+                "after a change of a module's dtype the schedule has to be made again"
+            )
+        if got.shape != expected.shape:
+            return f"check what the module of stage {source} returns"
+        return (
+            "it needs a gradient now, and did not when a microbatch of these shapes was first run; make the schedule "
+            "again after unfreezing parameters"
+        )
 
-    def tell(
-        self,
-        transport: Transport,
-        peer: int,
-        ends: Ends,
-        sizes: tuple[int, ...],
-        training: bool,
-        parcel: Sequence[Tensor],
-    ) -> None:
+    def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
+        """Receive the description that goes before a parcel that is not known."""
+        if kind not in self._known:
+            (numbers,) = transport.receive(peer, DESCRIPTION).wait()
+            self._known[kind] = _read(numbers.tolist())
+
+    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
-        if (ends, sizes, training) in self._known:
+        if kind in self._known:
             return
-        metas = self._known[ends, sizes, training] = tuple(Meta.of(tensor) for tensor in parcel)
+        metas = self._known[kind] = tuple(Meta.of(tensor) for tensor in parcel)
         if peer != transport.rank:
             device = parcel[0].device if parcel else None
-            transport.send(peer, [torch.tensor(_written(ends, metas), dtype=torch.int64, device=device)])
+            transport.send(peer, [torch.tensor(_written(kind.ends, metas), dtype=torch.int64, device=device)])
 
 
 def _written(ends: Ends, metas: Sequence[Meta]) -> list[int]:

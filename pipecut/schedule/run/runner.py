@@ -9,13 +9,13 @@ from typing import Protocol
 
 import torch
 
-from ..action import Action, Op
+from ..action import RECEIVES, Action
 from ..plan import Plan
 from ..timeline import Span
 from ..walk import Walk
 from .batch import Batch
-from .executor import Executor
-from .failure import END, Alarm, Failure, StepError, describe
+from .executor import Executor, Handler, finish_together
+from .failure import BEGIN, END, Alarm, Failure, StepError, describe
 from .in_process import PostOffice
 from .transport import Meta
 
@@ -35,6 +35,19 @@ class Runner(Protocol):
         """Do all actions with the data of each rank that is here."""
 
 
+def is_watched(runner: Runner) -> bool:
+    """Whether the times of actions are asked for: by the user, or by a profiler that is on."""
+    return runner.tracing or torch.autograd.profiler._is_profiler_enabled
+
+
+def perform_watched(rank: int, action: Action, handler: Handler) -> Span:
+    """Do an action in a range of the profiler that has its text, and take its times down."""
+    with torch.profiler.record_function(f"pipecut {action}"):
+        start = time.perf_counter()
+        handler(action)
+        return Span(rank, action, start, time.perf_counter())
+
+
 class RankRunner:
     """This process is one rank of the plan."""
 
@@ -43,27 +56,29 @@ class RankRunner:
         self.alarm = alarm
         self.rank = executor.transport.rank
         self.row = [action for action in plan.actions[self.rank] if action is not None]
-        self.receives = [action for action in self.row if action.op in (Op.RECV_F, Op.RECV_B)]
+        self.receives = [action for action in self.row if action.op in RECEIVES]
         self.spans: list[Span] = []
         self.tracing = False
 
     def run(self, batches: Mapping[int, Batch]) -> None:
         executor = self.executor
-        executor.begin(batches[self.rank])
+        try:
+            executor.begin(batches[self.rank])
+        except Exception as error:
+            raise self._failed(None, error, BEGIN) from error
         action: Action | None = None
         handlers = executor.handlers
-        perform = self._perform_traced if self.tracing or torch.autograd.profiler._is_profiler_enabled else None
+        watched = is_watched(self)
         ahead = _PostedAhead(executor, self.receives)
         self.spans = []
         try:
             for action in self.row:
                 ahead.post()
-                if action.op in (Op.RECV_F, Op.RECV_B):
-                    ahead.reached(action)
-                elif perform is None:
-                    handlers[action.op](action)
+                handler = ahead.reached if action.op in RECEIVES else handlers[action.op]
+                if watched:
+                    self.spans.append(perform_watched(self.rank, action, handler))
                 else:
-                    perform(action)
+                    handler(action)
             action = None
             executor.finish()
             executor.transport.finish()
@@ -72,14 +87,8 @@ class RankRunner:
         finally:
             executor.clear()
 
-    def _perform_traced(self, action: Action) -> None:
-        with torch.profiler.record_function(f"pipecut {action}"):
-            start = time.perf_counter()
-            self.executor.handlers[action.op](action)
-            self.spans.append(Span(self.rank, action, start, time.perf_counter()))
-
-    def _failed(self, action: Action | None, error: Exception) -> StepError:
-        failure = failure_of(self.executor, action, error)
+    def _failed(self, action: Action | None, error: Exception, where: str = END) -> StepError:
+        failure = failure_of(self.executor, action, error, where)
         if self.alarm is None:
             return StepError(f"the step failed: {failure}")
         return self.alarm.raise_on_all(failure)
@@ -125,11 +134,11 @@ class _PostedAhead:
         self.passed += 1
 
 
-def failure_of(executor: Executor, action: Action | None, error: Exception) -> Failure:
+def failure_of(executor: Executor, action: Action | None, error: Exception, where: str = END) -> Failure:
     """What went wrong, and where: of an overlap, in which part."""
     place = executor.part or action
     stage = None if place is None else executor.stages.get(place.stage)
-    failure = describe(executor.transport.rank, place, None if stage is None else stage.submod, error, END)
+    failure = describe(executor.transport.rank, place, None if stage is None else stage.submod, error, where)
     if executor.in_loss_fn:
         return replace(failure, where=f"{failure.where}, in loss_fn")
     if executor.inputs is not None and failure.lost is None:
@@ -153,16 +162,17 @@ class LocalRunner:
         for rank, executor in enumerate(self.executors):
             executor.begin(batches[rank])
         self.spans = []
+        watched = is_watched(self)
         rank, action = 0, None
         try:
             for rank, action in self.order:
-                start = time.perf_counter()
-                self.executors[rank].handlers[action.op](action)
-                if self.tracing:
-                    self.spans.append(Span(rank, action, start, time.perf_counter()))
+                handler = self.executors[rank].handlers[action.op]
+                if watched:
+                    self.spans.append(perform_watched(rank, action, handler))
+                else:
+                    handler(action)
             action = None
-            for executor in self.executors:
-                executor.finish()
+            finish_together(self.executors)
         except Exception as error:
             raise StepError(f"the step failed: {failure_of(self.executors[rank], action, error)}") from error
         finally:

@@ -20,9 +20,22 @@ class _NamedSchedule(PipelineSchedule):
 
     schedule_name: ClassVar[str] = ""
 
-    def __init__(self, stages: Sequence[PipelineStage], n_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        plan = self._plan(_checked(stages), n_microbatches, kwargs.pop("ranks", None))
-        super().__init__(stages, plan, *args, **kwargs)
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        ranks: int | None = None,
+        **options: Any,
+    ) -> None:
+        plan = self._plan(_checked(stages), n_microbatches, ranks)
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, plan, loss_fn, *specs, scale_grads, **options)
 
     @classmethod
     def _plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan:
@@ -79,20 +92,6 @@ class PipelineScheduleSingle(_NamedSchedule):
 
 class PipelineScheduleMulti(_NamedSchedule):
     """A schedule with one or more stages on each rank."""
-
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        **options: Any,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class PlannedSchedule(PipelineSchedule):

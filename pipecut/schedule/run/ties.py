@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import PipeError
-from ...pipe_ir.pipe import TiedParameter
 from ...stage.stage import PipelineStage
 from ..placement import Placement
+from .tie import Stages, Tie, refuse_partly_frozen
 from .transport import Meta, Transport
+
+FROZEN, WITHOUT_GRADIENT, WITH_GRADIENT = range(3)  # what a rank says of the parameter before it sends its gradient
 
 
 class TiedGradients(Protocol):
@@ -31,9 +32,10 @@ class TiedGradients(Protocol):
 class _Holders:
     """The objects that are one parameter on a rank: one, unless the stages were copied apart."""
 
-    def __init__(self, tie: TiedParameter, stages: Mapping[int, PipelineStage]) -> None:
-        held = [held_parameter(tie, {stage: stages[stage]}) for stage in sorted(tie.stages) if stage in stages]
-        self.parameters = list({id(parameter): parameter for parameter in held}.values())
+    def __init__(self, tie: Tie, stages: Stages) -> None:
+        self.tie = tie
+        self._held = tie.held(stages)
+        self.parameters = list({id(parameter): parameter for _, parameter in self._held}.values())
         self._before: list[Tensor | None] | None = None
 
     def set_aside(self) -> None:
@@ -42,10 +44,30 @@ class _Holders:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def own(self) -> Tensor:
-        """The sum of this step on this rank; of a parameter in shards, that of the shard."""
-        made = [_shard(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        return sum(made[1:], made[0]) if made else torch.zeros_like(_shard(self.parameters[0]))
+    def refuse_partly_frozen(self) -> None:
+        """All holders of this rank are frozen, or none."""
+        trained = {stage: parameter.requires_grad for stage, parameter in self._held}
+        refuse_partly_frozen(
+            self.tie, [stage for stage in trained if not trained[stage]], [stage for stage in trained if trained[stage]]
+        )
+
+    def own(self) -> Tensor | None:
+        """The sum of this step on this rank, if there is a gradient; of a parameter in shards, that of the shard."""
+        made = [_shard(each.grad) for each in self.parameters if each.grad is not None and each.requires_grad]
+        return sum(made[1:], made[0]).contiguous() if made else None
+
+    @property
+    def state(self) -> int:
+        """What the others have to know before the sum."""
+        if not self.parameters[0].requires_grad:
+            return FROZEN
+        return WITHOUT_GRADIENT if self.own() is None else WITH_GRADIENT
+
+    @property
+    def meta(self) -> Meta:
+        """What a gradient looks like on its way."""
+        shard = _shard(self.parameters[0])
+        return Meta(tuple(shard.shape), shard.dtype, False)
 
     def give(self, total: Tensor | None) -> None:
         """The sum of all ranks, added to what was there before; None if there is none."""
@@ -82,16 +104,14 @@ def _like(parameter: Tensor, shard: Tensor) -> Tensor:
 class DistributedTies:
     """This rank's part in the sums: the first rank that holds a parameter adds up, in order, and sends the sum back.
 
-    So all holders have the same bits, and their parameters stay the same through any number of optimizer steps.
+    So all holders have the same bits, and their parameters stay the same through any number of optimizer steps. A rank
+    says what it has before it sends a gradient: one that froze the parameter on its own would be waited for in vain.
     """
 
     def __init__(
-        self,
-        ties: Sequence[TiedParameter],
-        stages: Mapping[int, PipelineStage],
-        placement: Placement,
-        transport: Transport,
+        self, ties: Sequence[Tie], stages: Mapping[int, PipelineStage], placement: Placement, transport: Transport
     ) -> None:
+        self.placement = placement
         self.transport = transport
         self.ranks: dict[int, list[int]] = {}
         self.holders: dict[int, _Holders] = {}
@@ -104,40 +124,66 @@ class DistributedTies:
 
     def begin(self) -> None:
         for holders in self.holders.values():
+            holders.refuse_partly_frozen()
+        for holders in self.holders.values():
             holders.set_aside()
 
     def sum(self, number: int) -> None:
         holders, ranks = self.holders[number], self.ranks[number]
-        trained = holders.parameters[0].requires_grad
-        holders.give(self._summed(holders.own().contiguous(), ranks) if trained else None)
+        if self.transport.rank == ranks[0]:
+            self._collect(holders, ranks)
+        else:
+            self._contribute(holders, ranks)
 
     def finish(self) -> None:
         for holders in self.holders.values():
             if holders.is_waiting:
-                holders.give(holders.own() if holders.parameters[0].requires_grad else None)
+                holders.give(holders.own())
 
-    def _summed(self, own: Tensor, ranks: list[int]) -> Tensor:
-        meta = [Meta(tuple(own.shape), own.dtype, False)]
-        if self.transport.rank != ranks[0]:
-            self.transport.send(ranks[0], [own])
-            (total,) = self.transport.receive(ranks[0], meta).wait()
-            return total
-        total = own
+    def _collect(self, holders: _Holders, ranks: list[int]) -> None:
+        states, total = [holders.state], holders.own()
         for rank in ranks[1:]:
-            (other,) = self.transport.receive(rank, meta).wait()
-            total = total + other
+            states += self._states_of(rank, 1)
+            if states[-1] == WITH_GRADIENT:
+                (other,) = self.transport.receive(rank, [holders.meta]).wait()
+                total = other if total is None else total + other
         for rank in ranks[1:]:
-            self.transport.send(rank, [total])
-        return total
+            self._send(rank, states, holders, total)
+        self._refuse_partly_frozen(holders.tie, ranks, states)
+        holders.give(total)
+
+    def _contribute(self, holders: _Holders, ranks: list[int]) -> None:
+        self._send(ranks[0], [holders.state], holders, holders.own())
+        states = self._states_of(ranks[0], len(ranks))
+        self._refuse_partly_frozen(holders.tie, ranks, states)
+        has_sum = WITH_GRADIENT in states
+        holders.give(self.transport.receive(ranks[0], [holders.meta]).wait()[0] if has_sum else None)
+
+    def _send(self, rank: int, states: list[int], holders: _Holders, gradient: Tensor | None) -> None:
+        device = holders.parameters[0].device
+        self.transport.send(rank, [torch.tensor(states, dtype=torch.int64, device=device)])
+        if gradient is not None:
+            self.transport.send(rank, [gradient])
+
+    def _states_of(self, rank: int, count: int) -> list[int]:
+        (states,) = self.transport.receive(rank, [Meta((count,), torch.int64, False)]).wait()
+        return states.tolist()
+
+    def _refuse_partly_frozen(self, tie: Tie, ranks: list[int], states: list[int]) -> None:
+        known = dict(zip(ranks, states, strict=True))
+        frozen = [stage for stage in tie.stages if known[self.placement.rank_of[stage]] == FROZEN]
+        refuse_partly_frozen(tie, frozen, set(tie.stages) - set(frozen))
 
 
 class LocalTies:
     """All holders are in this process: mostly one parameter, in which autograd has summed already."""
 
-    def __init__(self, ties: Sequence[TiedParameter], stages: Mapping[int, PipelineStage]) -> None:
+    def __init__(self, ties: Sequence[Tie], stages: Stages) -> None:
         self.holders = [_Holders(tie, stages) for tie in ties]
 
     def begin(self) -> None:
+        for holders in self.holders:
+            holders.refuse_partly_frozen()
         for holders in self.holders:
             if len(holders.parameters) > 1 and not holders.is_waiting:
                 holders.set_aside()
@@ -148,29 +194,4 @@ class LocalTies:
     def finish(self) -> None:
         for holders in self.holders:
             if holders.is_waiting:
-                holders.give(holders.own() if holders.parameters[0].requires_grad else None)
-
-
-def held_parameter(tie: TiedParameter, stages: Mapping[int, PipelineStage]) -> Tensor:
-    """The tied parameter, where one of these stages holds it."""
-    held = sorted(stage for stage in tie.stages if stage in stages)
-    for name, parameter in stages[held[0]].submod.named_parameters(remove_duplicate=False):
-        if name.removeprefix("module.") in tie.names:  # DistributedDataParallel puts its own level in front
-            return parameter
-    raise PipeError(f"stage {held[0]} does not hold {tie.names[0]}, which it shares: do not replace its parameters")
-
-
-CHUNK = 1 << 20
-
-
-def fingerprint(parameter: Tensor) -> str:
-    """A number that tells whether two holders have the same values."""
-    if parameter.device.type == "meta" or type(parameter) not in (Tensor, torch.nn.Parameter):
-        return "not compared"
-    numbers = parameter.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, numbers.numel(), CHUNK):
-        part = numbers[start : start + CHUNK].to(torch.int64)
-        weights = torch.arange(1, part.numel() + 1, device=part.device) % 65521
-        total = (total * 31 + int((part * weights).sum())) % (1 << 61)
-    return f"{total:x}"
+                holders.give(holders.own())

@@ -143,8 +143,7 @@ def _unknown(plan: Plan, rank: int, leaf: Action) -> str:
     if rank_of[stage] != rank:
         return f"stage {stage} is on rank {rank_of[stage]}; move the action there"
     if op is Op.REDUCE_TIES:
-        ties = plan.dataflow.ties
-        known = microbatch is not None and 0 <= microbatch < len(ties) and stage in ties[microbatch]
+        known = plan.dataflow.has_tie(microbatch, stage)
         return "" if known else f"stage {stage} has no tie {microbatch}; give the plan a dataflow with its ties"
     if op in BACKWARD and not plan.training:
         return "the plan is forward only; remove it, or make the plan with training=True"

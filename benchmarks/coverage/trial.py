@@ -1,0 +1,120 @@
+"""One model: does it train uncut, and if so, does it train cut with the same gradients?"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import pipecut
+from pipecut import PipeError
+
+from .kinds import Batch, Kind
+from .tiny import tiny_configs
+
+MICROBATCHES = 2
+TOLERANCE = 1e-3  # of a gradient's largest entry, in float32
+Outcome = Literal["equal", "error", "wrong", "not uncut"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one model. `cause` is empty where the gradients are equal."""
+
+    kind: str
+    model: str
+    outcome: Outcome
+    cause: str = ""
+
+
+def try_model(kind: Kind, config_class: type[Any], model_class: type[Any], stages: int, schedule: str) -> Trial:
+    """Cut, train a step, and compare with the uncut model, run microbatch by microbatch."""
+    name = model_class.__name__
+    try:
+        model, batch = _trainable(kind, config_class, model_class)
+    except Exception as error:  # noqa: BLE001 - it is not about our code then
+        return Trial(kind.name, name, "not uncut", _in_short(error))
+    expected = _uncut_gradients(model, batch)
+    model.zero_grad(set_to_none=True)
+    try:
+        pipe = pipecut.pipeline(model, (), batch, num_stages=stages)
+        built = [pipe.build_stage(index, "cpu") for index in range(stages)]
+        made: Any = pipecut.get_schedule_class(schedule)
+        _seed()
+        made(built, MICROBATCHES, random_numbers="as_uncut").step(**batch, return_outputs=False)
+    except PipeError as error:
+        return Trial(kind.name, name, "error", _in_short(error))
+    except Exception as error:  # noqa: BLE001 - not one of our errors: worse, but not a wrong gradient
+        return Trial(kind.name, name, "error", f"NOT A PipeError: {_in_short(error)}")
+    differing = _differences(model, expected)
+    return Trial(kind.name, name, "wrong" if differing else "equal", ", ".join(differing[:3]))
+
+
+def _trainable(kind: Kind, config_class: type[Any], model_class: type[Any]) -> tuple[nn.Module, Batch]:
+    """The first tiny model that trains uncut, twice in the same way."""
+    problem: Exception | None = None
+    for config in tiny_configs(config_class):
+        try:
+            _seed()
+            model = model_class(config).train()
+            batch = kind.batch(config)
+            first, second = (_uncut_gradients(model, batch) for _ in range(2))
+            if not any(gradient is not None and bool(gradient.any()) for gradient in first.values()):
+                raise ValueError("no parameter has a gradient")
+            if _differing(first, second):
+                raise ValueError("two steps from the same seed differ")
+            return model, batch
+        except Exception as error:  # noqa: BLE001 - the next recipe may do
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _uncut_gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
+    copied = copy.deepcopy(model)
+    copied.zero_grad(set_to_none=True)
+    _seed()
+    rows = _rows(batch)
+    size = rows // MICROBATCHES
+    for part, stream in enumerate(pipecut.random_streams(MICROBATCHES)):
+        microbatch = {name: value[part * size : (part + 1) * size] for name, value in batch.items()}
+        with stream:
+            loss = _own_loss(copied(**microbatch))
+        (loss * (size / rows)).backward()
+    return {name: parameter.grad for name, parameter in copied.named_parameters()}
+
+
+def _own_loss(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
+    return loss
+
+
+def _differences(model: nn.Module, expected: dict[str, Tensor | None]) -> list[str]:
+    return _differing({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+
+
+def _differing(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> list[str]:
+    differing = []
+    for name, wanted in expected.items():
+        one, other = (torch.zeros(()) if value is None else value for value in (got[name], wanted))
+        scale = float(other.abs().max())
+        if not bool((one - other).abs().max() <= TOLERANCE * scale + 1e-6):
+            differing.append(name)
+    return differing
+
+
+def _rows(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

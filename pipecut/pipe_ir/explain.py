@@ -1,0 +1,215 @@
+"""pipe.explain(): in plain words, what was traced, what is fixed by that, and what goes where."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from .show import bytes_text, example_bytes, fold, recomputed
+from .trace import has_forward_hooks
+from .traced import Condition, FixedDim, TracedInput, TracedModel
+
+if TYPE_CHECKING:
+    from .pipe import Edge, Pipe
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and the sentences below it."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What there is to know of a cut model, as text in sections; print it, or look at the sections.
+
+    >>> print(Explanation("Net in 2 stages", (Section("sizes", ("batch: any size",)),)))
+    Net in 2 stages
+    sizes
+      - batch: any size
+    """
+
+    title: str
+    sections: tuple[Section, ...]
+
+    def __getitem__(self, title: str) -> tuple[str, ...]:
+        """The sentences below a heading; none if there is nothing to say."""
+        return next((section.lines for section in self.sections if section.title == title), ())
+
+    def __str__(self) -> str:
+        parts = [self.title]
+        for section in self.sections:
+            parts.append(section.title)
+            parts += [_bullet(line) for line in section.lines]
+        return "\n".join(parts)
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        for section in self.sections:
+            yield Text(section.title, style="bold")
+            yield from (Text(_bullet(line)) for line in section.lines)
+
+
+def explain(pipe: Pipe) -> Explanation:
+    """All sections that have something to say."""
+    title = f"{_name(pipe.traced)} in {pipe.num_stages} stage{'s' if pipe.num_stages > 1 else ''}"
+    sections = (Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
+    return Explanation(title, tuple(section for section in sections if section.lines))
+
+
+def _traced(pipe: Pipe) -> Iterator[str]:
+    traced = pipe.traced
+    operations = sum(step.kind == "op" for step in traced.steps)
+    calls = sum(1 for _ in traced.spans("call"))
+    mode = "training" if traced.training else "evaluation"
+    yield f"{_name(traced)} in {mode} mode, on {traced.device}: {operations} operations in {calls} module calls"
+    tensors = [f"{entry.path} {entry.spec}" for entry in traced.inputs if entry.step is not None]
+    sizes = ", ".join(f"{name} = {size}" for name, size in traced.hints.items())
+    yield f"the example: {', '.join(tensors) or 'no tensors'}{f', where {sizes}' if sizes else ''}"
+
+
+def _sizes(pipe: Pipe) -> Iterator[str]:
+    traced = pipe.traced
+    for symbol in traced.dims:
+        mine = [condition for condition in traced.conditions if symbol in condition.holds.free_symbols]
+        if mine:
+            yield f"{symbol} may change from call to call, as long as {'; '.join(map(_condition, mine))}"
+        else:
+            yield f"{symbol} may change from call to call: the code that is cut decides nothing by it"
+
+
+def _condition(condition: Condition) -> str:
+    return f"{condition} (decided at {condition.source})" if condition.source else str(condition)
+
+
+def _specialised(pipe: Pipe) -> Iterator[str]:
+    traced = pipe.traced
+    known = {(fixed.path, fixed.dim): fixed for fixed in traced.fixed_dims}
+    yield from map(_fixed, known.values())
+    numbers = [text for entry in traced.inputs for text in _example_sizes(entry, known)]
+    if numbers:
+        yield f"{', '.join(numbers)}: as in the example, since nobody asked for anything else"
+    values = [f"{entry.path} = {entry.constant!r}" for entry in traced.inputs if entry.step is None]
+    if values:
+        yield f"{', '.join(values)}: Python values are part of the trace, and a call with others is an error"
+
+
+def _fixed(fixed: FixedDim) -> str:
+    called = f"{fixed.name}, dim {fixed.dim} of {fixed.path}" if fixed.name else f"dim {fixed.dim} of {fixed.path}"
+    return f"{called}, is always {fixed.size}: {f'fixed at {fixed.source}' if fixed.source else 'the code fixes it'}"
+
+
+def _example_sizes(entry: TracedInput, known: Mapping[tuple[str, int], FixedDim]) -> Iterator[str]:
+    for dim, size in enumerate(entry.spec.shape if entry.spec is not None else ()):
+        if isinstance(size, int) and (entry.path, dim) not in known:
+            yield f"dim {dim} of {entry.path} is {size}"
+
+
+def _modules(pipe: Pipe) -> Iterator[str]:
+    for info in pipe.stage_infos:
+        cut = [path or "the model itself" for path in info.code]
+        whole = f"whole, running their own code: {', '.join(fold(info.modules))}; " if info.modules else ""
+        yield f"stage {info.index}: {whole}as generated code: {', '.join(fold(cut))}"
+
+
+def _hooks_and_attributes(pipe: Pipe) -> Iterator[str]:
+    traced = pipe.traced
+    generated = sorted({path.partition("#")[0] for info in pipe.stage_infos for path in info.code})
+    for path in generated:
+        if has_forward_hooks(traced.model.get_submodule(path)):
+            yield f"{path or _name(traced)} has a forward hook: what it does to tensors is part of the generated code"
+        if path in traced.assigned_attributes:
+            names = ", ".join(f"self.{name}" for name in traced.assigned_attributes[path])
+            yield f"{path or _name(traced)} sets {names} in its forward: the stages keep the value of the trace"
+
+
+def _fallbacks(pipe: Pipe) -> Iterator[str]:
+    for fallback in pipe.traced.fallbacks:
+        yield f"{fallback.path or _name(pipe.traced)} could not be traced, and stays as it is: {fallback.reason}"
+
+
+def _edges(pipe: Pipe) -> Iterator[str]:
+    routes: dict[tuple[int, int], list[Edge]] = {}
+    for edge in pipe.edges:
+        routes.setdefault((edge.source, edge.target), []).append(edge)
+    for (source, target), edges in sorted(routes.items()):
+        yield f"stage {source} -> {target}{_skips(target - source)}: {_listed(edges)}, {_total(pipe, edges)}"
+    late = {edge.name for edge in pipe.edges if edge.kind == "root input"}
+    if late:
+        yield f"model inputs that later stages use, sent by stage 0: {', '.join(sorted(late))}"
+
+
+def _skips(distance: int) -> str:
+    return f" (skips {distance - 1} stage{'s' if distance > 2 else ''})" if distance > 1 else ""
+
+
+def _listed(edges: Iterable[Edge]) -> str:
+    return ", ".join(edge.name for edge in edges)
+
+
+def _total(pipe: Pipe, edges: Iterable[Edge]) -> str:
+    return bytes_text(sum(example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
+
+
+def _recomputed(pipe: Pipe) -> Iterator[str]:
+    yield from recomputed(pipe)
+    if pipe.recomputed:
+        yield (
+            "these depend on sizes, buffers and model inputs alone, and cost less to make again than to send; what is "
+            "changed later in the module that first makes them, such as a hook, does not reach them"
+        )
+
+
+def _only_returned(pipe: Pipe) -> Iterator[str]:
+    edges = [edge for edge in pipe.edges if edge.target == pipe.num_stages - 1 and edge.value in pipe.only_returned]
+    if edges:
+        number = f"{len(edges)} values" if len(edges) > 1 else "1 value"
+        verb = ("come", "are") if len(edges) > 1 else ("comes", "is")
+        yield (
+            f"the model's output has {number} of {_total(pipe, edges)} that {verb[0]} from earlier stages and "
+            f"{verb[1]} sent to the last only to be returned: {_listed(edges)}. If nobody needs them, call the model "
+            "so that it does not return them"
+        )
+
+
+def _parameters(pipe: Pipe) -> Iterator[str]:
+    for tie in pipe.tied_parameters:
+        names = " = ".join(tie.names)
+        yield f"{names} is in stages {', '.join(map(str, tie.stages))}: one parameter, its gradients are summed"
+    if pipe.unused_parameters:
+        yield f"nothing uses {', '.join(fold(pipe.unused_parameters))}"
+
+
+def _name(traced: TracedModel) -> str:
+    return type(traced.model).__name__
+
+
+def _bullet(line: str) -> str:
+    return textwrap.fill(
+        line, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+_SECTIONS: dict[str, Callable[[Pipe], Iterator[str]]] = {
+    "traced": _traced,
+    "sizes": _sizes,
+    "fixed by the trace": _specialised,
+    "modules": _modules,
+    "hooks and attributes": _hooks_and_attributes,
+    "not traced": _fallbacks,
+    "sent between stages": _edges,
+    "recomputed": _recomputed,
+    "sent only to be returned": _only_returned,
+    "parameters": _parameters,
+}

@@ -1,0 +1,35 @@
+"""The line of the model's code that is running, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_LAYERS = str(Path(torch.__file__).parent / "nn" / "modules")
+_OWN = str(Path(__file__).parent.parent)
+_START = str(Path(__file__).parent / "trace.py")
+
+
+def user_line() -> str:
+    """The innermost line that is neither torch's nor this package's; in a model made of torch's layers, the layer's."""
+    frame: FrameType | None = sys._getframe(1)
+    layer = ""
+    while frame is not None and frame.f_code.co_filename != _START:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_TORCH, _OWN, "<")):
+            return _text(frame)
+        if not layer and filename.startswith(_LAYERS) and not filename.endswith("module.py"):
+            layer = _text(frame)
+        frame = frame.f_back
+    return layer
+
+
+def _text(frame: FrameType) -> str:
+    filename = frame.f_code.co_filename
+    code = linecache.getline(filename, frame.f_lineno).strip()
+    return f"{filename}:{frame.f_lineno}, in {frame.f_code.co_name}" + (f": {code}" if code else "")

@@ -1,0 +1,35 @@
+"""The part of a microbatch's backward that is still to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import InputError
+
+
+class PendingWeights:
+    """What `input_backward` left for `weight_backward`; it can be used once."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    @property
+    def done(self) -> bool:
+        """Whether it was used."""
+        return self._finish is None
+
+    def take(self) -> Callable[[], None]:
+        """The work to do; all that it needs is released with it."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            raise InputError(
+                "the weight gradients of this microbatch were added already: "
+                "weight_backward() takes what an input_backward() returned once, and then lets go of it"
+            )
+        return finish
+
+
+def nothing() -> None:
+    """The rest of a backward that has none."""

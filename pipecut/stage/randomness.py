@@ -1,0 +1,203 @@
+"""Random numbers that follow from a seed: a forward draws from a stream of its own, whatever ran before it.
+
+torch draws from one generator a device, in the order in which things run; and that is another one under each schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+_WITHOUT_GENERATOR = ("cpu", "meta")  # the CPU's is always there
+
+
+class Generators:
+    """The default generators that modules on a device draw from: the CPU's and, if it is another one, the device's.
+
+    >>> generators = Generators("cpu")
+    >>> generators.seed(7)
+    >>> before, drawn = generators.state(), torch.rand(3)
+    >>> generators.set_state(before)
+    >>> torch.equal(torch.rand(3), drawn)
+    True
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        place = torch.device(device)
+        self._cpu = torch.default_generator
+        self._cpu_bytes = self._cpu.get_state().numel()
+        self._other = None if place.type in _WITHOUT_GENERATOR else _DeviceGenerator(place)
+
+    def seed(self, number: int) -> None:
+        """Begin the stream of a number."""
+        self._cpu.manual_seed(number)
+        if self._other is not None:
+            self._other.seed(number)
+
+    def state(self) -> Tensor:
+        """Where the generators are in their streams: bytes, on the CPU."""
+        state = self._cpu.get_state()
+        return state if self._other is None else torch.cat([state, self._other.state()])
+
+    def set_state(self, state: Tensor) -> None:
+        """Go on from there."""
+        if self._other is None:
+            self._cpu.set_state(state)
+        else:
+            self._cpu.set_state(state[: self._cpu_bytes].clone())
+            self._other.set_state(state[self._cpu_bytes :].clone())
+
+
+class _DeviceGenerator:
+    """The default generator of an accelerator, through what all of their modules have in common."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._where = () if device.type == "mps" else (device,)  # there is only one of them
+        self._fresh = torch.Generator(device=device)
+
+    def seed(self, number: int) -> None:
+        self._fresh.manual_seed(number)
+        self.set_state(self._fresh.get_state())
+
+    def state(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(*self._where)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, *self._where)
+
+
+class RandomStream:
+    """A context in which modules draw from another stream; afterwards the generators are as they were before.
+
+    `begin` is the number of a stream, or a state in the middle of one. With `keep_end`, `end` is the state in which the
+    last draw left the stream, for another context that goes on from there.
+
+    >>> generators = Generators("cpu")
+    >>> with RandomStream(generators, 7, keep_end=True) as stream:
+    ...     first = torch.rand(2)
+    >>> with RandomStream(generators, stream.end):
+    ...     second = torch.rand(2)
+    >>> with RandomStream(generators, 7):
+    ...     torch.equal(torch.cat([torch.rand(2), torch.rand(2)]), torch.cat([first, second]))
+    True
+    """
+
+    end: Tensor
+
+    def __init__(self, generators: Generators, begin: int | Tensor, *, keep_end: bool = False) -> None:
+        self._generators = generators
+        self._begin = begin
+        self._keep_end = keep_end
+
+    def __enter__(self) -> RandomStream:
+        self._outside = self._generators.state()
+        if isinstance(self._begin, Tensor):
+            self._generators.set_state(self._begin)
+        else:
+            self._generators.seed(self._begin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._keep_end:
+            self.end = self._generators.state()
+        self._generators.set_state(self._outside)
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed for each row of numbers, on every machine the same. Near rows have seeds that are far apart.
+
+    >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0), 0 <= seed_of(0, 1) < 2**63
+    (True, False, True)
+    """
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def draw_seed() -> int:
+    """A number from torch's default generator, which goes on by that.
+
+    >>> _ = torch.manual_seed(0)
+    >>> first, second = draw_seed(), draw_seed()
+    >>> _ = torch.manual_seed(0)
+    >>> first == draw_seed(), first == second
+    (True, False)
+    """
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator).item())
+
+
+class StepSeeds:
+    """The seeds of the steps and evaluations of one schedule, from torch's default generator.
+
+    A training step takes a number from it. So it can be resumed: where the generator is in its stream says it all. An
+    evaluation leaves the generator as it is, for training must not depend on how often a model is evaluated; yet two
+    evaluations in a row draw different numbers.
+
+    >>> seeds = StepSeeds()
+    >>> state = torch.get_rng_state()
+    >>> len({seeds.next(training=False) for _ in range(3)}), torch.equal(torch.get_rng_state(), state)
+    (3, True)
+    >>> len({seeds.next(training=True) for _ in range(3)}), torch.equal(torch.get_rng_state(), state)
+    (3, False)
+    """
+
+    def __init__(self) -> None:
+        self._evaluations = 0
+
+    def next(self, *, training: bool) -> int:
+        """The seed of a call that begins."""
+        if training:
+            return draw_seed()
+        self._evaluations += 1
+        state = torch.default_generator.get_state()
+        seed = draw_seed()
+        torch.default_generator.set_state(state)
+        return seed_of(seed, self._evaluations)
+
+
+def stream_of_microbatch(seed: int, microbatch: int) -> int:
+    """The number of the stream that a microbatch draws from on its way through all stages."""
+    return seed_of(seed, microbatch)
+
+
+def stream_of_stage(seed: int, stage: int, microbatch: int) -> int:
+    """The number of the stream that one stage draws from for one microbatch."""
+    return seed_of(seed, stage, microbatch)
+
+
+def random_streams(microbatches: int, device: torch.device | str = "cpu") -> list[RandomStream]:
+    """What microbatches of the next step draw from under `random_numbers="as_uncut"`, as contexts to run a model in.
+
+    Like a step it takes a number from torch's default generator. So after the same seed, the uncut model that runs one
+    microbatch after the other draws what the stages draw. `device` is where the model is.
+
+    >>> from pipecut import ScheduleGPipe, SplitPoint, pipeline
+    >>> Linear, Dropout = torch.nn.Linear, torch.nn.Dropout
+    >>> model = torch.nn.Sequential(Linear(4, 4), Dropout(), Linear(4, 4), Dropout())
+    >>> x, y = torch.ones(6, 4), torch.ones(6, 4)
+    >>> pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    >>> stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+    >>> schedule = ScheduleGPipe(stages, 3, torch.nn.functional.mse_loss, random_numbers="as_uncut")
+    >>> _ = torch.manual_seed(0)
+    >>> cut = schedule.step(x, target=y)
+    >>> _ = torch.manual_seed(0)
+    >>> uncut = []
+    >>> for stream, part in zip(random_streams(3), x.chunk(3)):
+    ...     with stream:
+    ...         uncut.append(model(part))
+    >>> torch.equal(cut, torch.cat(uncut))
+    True
+    """
+    if microbatches < 1:
+        raise InputError(f"random_streams() got microbatches={microbatches}: give as many as the schedule has")
+    seed, generators = draw_seed(), Generators(device)
+    return [RandomStream(generators, stream_of_microbatch(seed, number)) for number in range(microbatches)]

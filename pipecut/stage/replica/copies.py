@@ -1,0 +1,176 @@
+"""Stages under DistributedDataParallel: gradients are averaged once, after the last backward of a step.
+
+Its reducer works during a backward, when it has seen a gradient for every parameter. So all backwards of a step run as
+under `no_sync`. Then the reducer is told that all gradients are there, and does its work: buckets, hooks and all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import InputError
+from .replica import Alone
+from .static_graph import StaticGraph
+
+
+class Copies(Alone):
+    """A module of which some parts, or all of it, are under DistributedDataParallel."""
+
+    is_reduced = True
+
+    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
+        self._averages = [_Average(module) for module in modules]
+        self.groups = [module.process_group for module in modules]
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for average in self._averages:
+                average.before_forward()
+                stack.enter_context(average.module.no_sync())
+            yield
+
+    def reduce_gradients(self) -> None:
+        for average in self._averages:
+            average.run()
+
+
+class _Average:
+    """The average of the gradients of one DistributedDataParallel."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        _refuse_unusual(module)
+        self.module = module
+        self._parameters = _parameters_of(module)
+        self._static = StaticGraph.of(module, self._parameters) if module.static_graph else None
+
+    def before_forward(self) -> None:
+        if self._static is not None:
+            self._static.before_forward()
+
+    def run(self) -> None:
+        """Average, unless the user's `no_sync` is in force."""
+        module = self.module
+        if not module.require_backward_grad_sync:
+            return
+        self._refuse_unfrozen()
+        unused = {name for name, parameter in self._parameters.items() if parameter.grad is None}
+        if self._static is None or not self._static.average_first_step():
+            self._reduce()
+        # As after a forward with synchronisation: the next one begins with the buffers of the first copy.
+        module.require_forward_param_sync = True
+        # Only now: a copy that stayed away from the average would leave the others waiting.
+        self._check_use(unused)
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self.module.find_unused_parameters) and self._static is None
+
+    def _reduce(self) -> None:
+        reducer: Any = self.module.reducer
+        parameters = list(self._parameters.values())
+        ready = self._ready(parameters)
+        seen = [parameters[number] for number in ready]
+        start = torch.zeros((), device=self.module.device, requires_grad=True)
+        with torch.enable_grad():
+            end = _AllReady.apply(start, reducer, ready, *seen)  # type: ignore[no-untyped-call]
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([end] if self._finds_unused else [])
+        torch.autograd.grad(end, start)
+
+    def _ready(self, parameters: Sequence[Tensor]) -> Sequence[int]:
+        """The numbers of the parameters whose gradients the reducer waits for."""
+        if self._static is not None:
+            return self._static.awaited
+        if not self._finds_unused:
+            return range(len(parameters))
+        # It looks for them in the graph, and takes what it does not find for ready, once it has seen anything.
+        trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
+        return [number for number in trained if parameters[number].grad is not None] or trained[:1]
+
+    def _refuse_unfrozen(self) -> None:
+        known = {id(parameter) for parameter in self._parameters.values()}
+        for name, parameter in _named_parameters(self.module):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise InputError(
+                    f"{name} was frozen when DistributedDataParallel was made, which does not average it: "
+                    "unfreeze parameters before, or make DistributedDataParallel and the stage anew"
+                )
+
+    def _check_use(self, unused: set[str]) -> None:
+        changed = sorted(set() if self._static is None else self._static.unused_anywhere - unused)
+        if changed:
+            raise InputError(
+                f"{_listed(changed)} got a gradient now and none in the first step; DistributedDataParallel with "
+                "static_graph=True does not average it: use find_unused_parameters=True instead"
+            )
+        missing = sorted(unused if self._static is None else unused - self._static.unused_here)
+        if missing and not self._finds_unused:
+            raise InputError(
+                f"{_listed(missing)} got no gradient in this step: give DistributedDataParallel "
+                "find_unused_parameters=True, or freeze what the stage does not use before making it"
+            )
+
+
+class _AllReady(torch.autograd.Function):
+    """An operation on parameters, whose backward tells a reducer that their gradients are there.
+
+    The reducer insists on a backward, and looks in its graph for parameters. They are not part of it, for then their
+    hooks would be called once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, reducer: Any, ready: Sequence[int], *parameters: Tensor) -> Tensor:
+        ctx.reducer, ctx.ready, ctx.inputs = reducer, ready, 3 + len(parameters)
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        for number in ctx.ready:
+            ctx.reducer._autograd_hook(number)
+        return (gradient, *(None,) * (ctx.inputs - 1))
+
+
+def _named_parameters(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that DistributedDataParallel looks after, by their names in the module that it wraps."""
+    for name, parameter in module.module.named_parameters():
+        if name not in module.parameters_to_ignore:
+            yield name, parameter
+
+
+def _parameters_of(module: DistributedDataParallel) -> dict[str, Tensor]:
+    """Those that it averages, in its order."""
+    parameters = {name: parameter for name, parameter in _named_parameters(module) if parameter.requires_grad}
+    averaged = module._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+    if len(parameters) != averaged:
+        raise InputError(
+            f"DistributedDataParallel was made with {averaged} parameters to train, and {len(parameters)} are to be "
+            "trained now: freeze and unfreeze parameters before"
+        )
+    return parameters
+
+
+def _refuse_unusual(module: DistributedDataParallel) -> None:
+    """Options with which gradients are averaged by hooks of their own, in every backward."""
+    unusual = {
+        "mixed_precision": module.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(module._delay_all_reduce_params),
+        "the python reducer of torch.compile": module._use_python_reducer,
+    }
+    for name, used in unusual.items():
+        if used:
+            raise InputError(
+                f"DistributedDataParallel with {name} averages in every backward, and a stage has many in a step: "
+                "leave it out. For lower precision use autocast, or fully_shard with a MixedPrecisionPolicy"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,132 @@
+"""Objects that hold tensors: taken apart and put together, or left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecut import Schedule1F1B, TraceError, pipeline
+from pipecut.pipe_ir.objects import is_tensor_holder
+from pipecut.pipe_ir.structure import flatten, unflatten
+
+
+class Layer:
+    def __init__(self, keys: Tensor | None) -> None:
+        self.keys = keys
+        self.is_empty = keys is None
+
+
+class Cache:
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = list(layers)
+        self.kind = Layer
+
+
+class Slotted:
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def ring() -> Cache:
+    cache = Cache(Layer(torch.ones(1)))
+    cache.layers.append(cache)  # type: ignore[arg-type]
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [
+        (Cache(Layer(torch.ones(1))), True),
+        (Cache(Layer(None)), False),
+        (Cache(), False),
+        (Slotted(torch.ones(1)), False),
+        (ring(), False),
+        (nn.Linear(1, 1), False),
+        (Cache, False),
+        (torch.ones(1), False),
+        ([torch.ones(1)], False),
+        ("text", False),
+    ],
+)
+def test_what_is_a_holder(value: Any, holds: bool) -> None:
+    assert is_tensor_holder(value) is holds
+
+
+def test_a_holder_is_a_leaf_unless_asked_for() -> None:
+    cache = Cache(Layer(torch.ones(1)))
+    assert flatten(cache)[0] == [cache]
+
+
+def test_taken_apart_and_put_together() -> None:
+    cache = Cache(Layer(torch.ones(2)), Layer(None), Layer(torch.zeros(3)))
+    leaves, structure = flatten({"cache": cache}, holders=True)
+    assert [".".join(path) for path in structure.paths()][0] == "['cache']..layers.[0]..keys"
+    made = unflatten(structure, leaves)["cache"]
+    assert type(made) is Cache
+    assert made is not cache
+    assert made.kind is Layer
+    assert [type(layer) for layer in made.layers] == [Layer, Layer, Layer]
+    assert made.layers[1] is not cache.layers[1]
+    assert all(new.keys is old.keys for new, old in zip(made.layers, cache.layers, strict=True))
+
+
+@dataclasses.dataclass
+class Output:
+    y: Tensor
+    cache: Any
+
+
+class Remembers(nn.Module):
+    """Every layer leaves something in an object that is part of the result, as language models do with their keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Output:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x)
+            cache.layers.append(Layer(x * 2))
+        return Output(x, cache)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_object_with_values_of_all_stages_is_returned(stages: int) -> None:
+    torch.manual_seed(0)
+    model, x = Remembers(), torch.randn(5, 3)
+    expected = model(x)
+    pipe = pipeline(model, (x,), num_stages=stages)
+    built = [pipe.build_stage(index, "cpu") for index in range(stages)]
+    schedule = Schedule1F1B(
+        built, 2, lambda output, target: output.y.pow(2).mean() + output.cache.layers[0].keys.mean()
+    )
+    output = schedule.step(x, target=torch.zeros(5))
+    assert type(output.cache) is Cache
+    for layer, wanted in zip(output.cache.layers, expected.cache.layers, strict=True):
+        torch.testing.assert_close(layer.keys, wanted.keys)
+    got = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    (expected.y.pow(2).mean() + expected.cache.layers[0].keys.mean()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, msg=name)
+
+
+class ReturnsSlotted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Slotted:
+        return Slotted(self.linear(x))
+
+
+def test_an_object_that_cannot_be_put_together_again() -> None:
+    with pytest.raises(TraceError, match="returns a Slotted, which cannot be taken apart and put together again"):
+        pipeline(ReturnsSlotted(), (torch.ones(2, 3),))
