@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import backward, cutting, planning, running, stepping
+from . import backward, balance, cutting, planning, running, stepping
 
 BENCHMARKS = {
     "cutting": cutting.run,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "planning": planning.run,
     "backward": backward.run,
     "stepping": stepping.run,
+    "balance": balance.run,
 }
 
 

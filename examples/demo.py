@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from gpt import GPT, GPTConfig, next_token_loss, random_tokens
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
-from training import draw, train_on_ranks, train_uncut, worst_parameter
+from training import BATCH, draw, executed_timeline, plan_training, train_on_ranks, train_uncut, worst_parameter
 
-from pipecut import Pipe, pipeline
+from pipecut import Pipe, compare, pipeline
 
 
 def main() -> int:
@@ -30,7 +31,7 @@ def main() -> int:
         task = progress.add_task(f"tracing a GPT of {config.layers} layers, cutting it into {options.stages} stages")
         pipe = pipeline(model, (random_tokens(config, batch=8),), num_stages=options.stages)
         progress.update(task, description="running the pipe and the uncut model")
-        checks = compare(pipe, uncut, config)
+        checks = check(pipe, uncut, config)
     console.print(str(pipe), highlight=False, markup=False)
     console.print()
     checks += train(console, options)
@@ -43,14 +44,23 @@ def main() -> int:
 def train(console: Console, options: argparse.Namespace) -> list[Check]:
     """Train on local ranks and uncut, side by side; print the plan, write the timeline."""
     config = GPTConfig(layers=options.layers, width=64, tied_embeddings=True)
-    uncut = train_uncut(config, options.steps, console)
-    runs = train_on_ranks(config, options.stages, options.microbatches, options.steps)
-    path = Path("out") / "timeline.svg"
-    path.parent.mkdir(exist_ok=True)
-    plan = draw(runs, options.microbatches, str(path))
-    console.print(f"{plan.name} on {plan.ranks} ranks, {plan.microbatches} microbatches:", highlight=False)
+    folder = Path("out")
+    folder.mkdir(exist_ok=True)
+    with _progress(console) as progress:
+        progress.add_task("measuring the parts of a GPT, searching a cut and a schedule")
+        planned = plan_training(config, options.stages, BATCH // options.microbatches, str(folder / "plan.json"))
+    console.print(str(planned), highlight=False, markup=False)
+    plan = planned.schedule_plan
     console.print(plan.grid(width=118), highlight=False, markup=False)
-    console.print(f"\nThe last step, planned and executed: {path}\n", highlight=False)
+    uncut = train_uncut(config, options.steps, console)
+    runs = train_on_ranks(config, options.stages, options.steps, str(folder / "plan.json"))
+    executed = executed_timeline(runs)
+    draw(planned, executed, str(folder / "timeline.svg"))
+    console.print(str(compare(planned, executed)), highlight=False, markup=False)
+    cores = os.cpu_count() or 1
+    if cores < plan.ranks:
+        console.print(f"({plan.ranks} ranks share {cores} cores here: no step can be as short as predicted)")
+    console.print(f"\nThe last step, predicted and executed: {folder / 'timeline.svg'}\n", highlight=False)
     worst_loss = max(abs(mine - theirs) for run in runs for mine, theirs in zip(run.losses, uncut.losses, strict=True))
     name, difference = worst_parameter(runs, uncut)
     losses = f"{uncut.losses[0]:.4f} to {uncut.losses[-1]:.4f}, worst difference {worst_loss:.1e}"
@@ -60,7 +70,7 @@ def train(console: Console, options: argparse.Namespace) -> list[Check]:
     ]
 
 
-def compare(pipe: Pipe, uncut: nn.Module, config: GPTConfig) -> list[Check]:
+def check(pipe: Pipe, uncut: nn.Module, config: GPTConfig) -> list[Check]:
     """All that has to be the same."""
     tokens = random_tokens(config, batch=8)
     checks = [*check_training_run(pipe, uncut, tokens, lambda logits: next_token_loss(logits, tokens))]

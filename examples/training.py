@@ -1,4 +1,4 @@
-"""Trains a small GPT on local ranks, one stage on each, and the uncut model beside it."""
+"""Plans the training of a small GPT, trains it on local ranks, and the uncut model beside it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pipecut import Schedule1F1B, launch, pipeline
-from pipecut.schedule import Costs, Op, Plan, Span, Timeline, plan_for, render, simulate
+from pipecut import TrainingPlan, launch, plan
+from pipecut.schedule import Span, Timeline, render
 
 BATCH, LEARNING_RATE = 16, 1e-2
 
@@ -52,31 +52,43 @@ def train_uncut(config: GPTConfig, steps: int, console: Console) -> Run:
     return Run(losses, dict(model.named_parameters(remove_duplicate=False)), [])
 
 
-def train_on_ranks(config: GPTConfig, ranks: int, microbatches: int, steps: int) -> list[Run]:
-    """The same training on local processes, one stage on each."""
-    return launch(train_stage, ranks, config, microbatches, steps, timeout=600)
+def plan_training(config: GPTConfig, ranks: int, microbatch: int, path: str) -> TrainingPlan:
+    """Search cut and schedule together for the costs of this machine, and save what was found."""
+    example = random_tokens(config, microbatch)
+    found = plan(fresh_model(config), example, ranks=ranks, batch=BATCH, microbatch=microbatch, cost="measured")
+    found.save(path)
+    return found
 
 
-def train_stage(config: GPTConfig, microbatches: int, steps: int) -> Run:
+def train_on_ranks(config: GPTConfig, ranks: int, steps: int, path: str) -> list[Run]:
+    """The same training on local processes, by a plan that was saved."""
+    return launch(train_rank, ranks, config, steps, path, timeout=600)
+
+
+def train_rank(config: GPTConfig, steps: int, path: str) -> Run:
     """What each rank does."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    pipe = pipeline(fresh_model(config), (random_tokens(config, BATCH),), num_stages=ranks)
-    stage = pipe.build_stage(rank, "cpu")
-    schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=next_token_loss)
-    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    planned = TrainingPlan.load(path, fresh_model(config), random_tokens(config, BATCH))
+    schedule = planned.build(rank, loss_fn=next_token_loss)
+    stages = schedule.stages
+    parameters = {id(each): each for stage in stages for each in stage.submod.parameters()}
+    optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE, momentum=0.9)
     losses = []
     data = batches(config, steps)
     console = Console(quiet=rank != 0)
     for tokens in _progress(data, steps, f"training on {ranks} ranks", console):
         optimizer.zero_grad()
         schedule.tracing = len(losses) == steps - 1
-        if stage.is_first:
-            schedule.step(tokens)
-        else:
-            schedule.step(target=tokens if stage.is_last else None, return_outputs=False)
+        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+        target = tokens if any(stage.is_last for stage in stages) else None
+        schedule.step(*inputs, target=target, return_outputs=False)
         optimizer.step()
         losses.append(schedule.mean_loss())
-    held = {name: parameter.detach() for name, parameter in stage.submod.named_parameters(remove_duplicate=False)}
+    held = {
+        name: parameter.detach()
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters(remove_duplicate=False)
+    }
     return Run(losses, held, list(schedule.trace()))
 
 
@@ -93,31 +105,24 @@ def worst_parameter(runs: list[Run], uncut: Run) -> tuple[str, float]:
     return worst, differences[worst]
 
 
-def executed_timeline(runs: list[Run], name: str) -> Timeline:
+def executed_timeline(runs: list[Run]) -> Timeline:
     """The last step of all ranks, from its first moment."""
     spans = [span for run in runs for span in run.spans if span.action.is_compute]
     begin = min(span.start for span in spans)
-    shifted = [span._replace(start=1000 * (span.start - begin), end=1000 * (span.end - begin)) for span in spans]
-    return Timeline(name, len(runs), tuple(shifted), "ms")
+    shifted = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
+    return Timeline("executed", len(runs), tuple(shifted), "s")
 
 
-def draw(runs: list[Run], microbatches: int, path: str) -> Plan:
-    """The plan with the costs that were measured, above the step as it was executed."""
-    plan = plan_for("1F1B", ranks=len(runs), microbatches=microbatches)
-    executed = executed_timeline(runs, "executed")
-    report = simulate(plan, Costs(forward=_mean(executed, Op.FORWARD), full_backward=_mean(executed, Op.FULL_BACKWARD)))
-    planned = replace(report.timeline, name="planned, with the measured costs", unit="ms")
-    render.svg([planned, executed], path)
-    return plan
+def draw(planned: TrainingPlan, executed: Timeline, path: str) -> None:
+    """The step as it was foretold, above the step as it was."""
+    foretold = replace(planned.report.timeline, name="predicted", unit="s")
+    render.svg([in_milliseconds(foretold), in_milliseconds(executed)], path)
 
 
-def _mean(timeline: Timeline, op: Op) -> list[float]:
-    """The mean time of an op on each stage, in milliseconds."""
-    times: list[list[float]] = [[] for _ in range(timeline.ranks)]
-    for span in timeline:
-        if span.action.op is op:
-            times[span.action.stage].append(span.end - span.start)
-    return [sum(each) / len(each) for each in times]
+def in_milliseconds(timeline: Timeline) -> Timeline:
+    """The same in another unit."""
+    spans = tuple(span._replace(start=1000 * span.start, end=1000 * span.end) for span in timeline)
+    return replace(timeline, spans=spans, unit="ms")
 
 
 def _progress(data: Iterator[Tensor], total: int, what: str, console: Console) -> Iterator[Tensor]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .pipe_ir.pipe import StageInfo as StageInfo
     from .pipe_ir.pipe import TiedParameter as TiedParameter
     from .pipe_ir.spec import TensorSpec as TensorSpec
+    from .planning.search import plan as plan
+    from .planning.training_plan import TrainingPlan as TrainingPlan
+    from .schedule.comparison import compare as compare
     from .schedule.run.failure import StepError as StepError
     from .schedule.run.schedules import PipelineScheduleMulti as PipelineScheduleMulti
     from .schedule.run.schedules import PipelineScheduleSingle as PipelineScheduleSingle
@@ -75,6 +78,9 @@ HOMES = {
     ".pipe": ("Pipe",),
     ".pipe_ir.pipe": ("Edge", "PipeInfo", "StageInfo", "TiedParameter"),
     ".pipe_ir.spec": ("TensorSpec",),
+    ".planning.search": ("plan",),
+    ".planning.training_plan": ("TrainingPlan",),
+    ".schedule.comparison": ("compare",),
     ".schedule.run.failure": ("StepError",),
     ".schedule.run.schedules": (
         "PipelineScheduleMulti",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from .errors import InputError, PipeError, SplitError
+from .measurement.automatic import AutomaticCuts, Balancing, CostName
 from .pipe import Pipe
 from .pipe_ir.dynamic import Dynamic
 from .pipe_ir.fixed_dims import warn_of_fixed_dims
 from .pipe_ir.traced import TracedModel
 from .pipe_ir.tracer import ModelTracer, TracerName, check_tracer_name
 from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
-from .split.automatic import cuts_balanced
 from .split.hooks import (
     generated_paths,
     hooks_to_trace,
@@ -38,6 +38,10 @@ def pipeline(
     num_stages: int | None = None,
     dynamic: Dynamic | None = None,
     tracer: TracerName = "auto",
+    *,
+    cost: CostName = "analytic",
+    speeds: Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> Pipe:
     """Cut a model into stages.
 
@@ -50,6 +54,12 @@ def pipeline(
     the model's code fixes the size. `dynamic` names more sizes that change from call to call, by input and dim, such
     as `{"input_ids": {1: "seq"}, "labels": ("batch", "seq")}`; dims of one name have one size in every call, and the
     one called "batch" is cut into microbatches. Sizes that the model's code fixes are warned of, with the line.
+
+    With `num_stages` the slowest stage is as fast as the places between modules allow, its transfers included. `cost`
+    is "analytic", from the operations and bytes of the trace, the same on every rank; or "measured", from runs of its
+    parts on this machine: then cut on one rank, and give its cuts to the others. `speeds` are those of the ranks, if
+    they differ, `memory_limit` the bytes of each rank or of all, for parameters, gradients, Adam's state and the
+    activations that 1F1B has in flight.
 
     A module that torch.export cannot trace, as it decides by the values of tensors or leaves torch, stays as it is,
     with a warning: the model is cut around it, and `pipe.traced.fallbacks` says why. For that a copy of the model runs
@@ -68,11 +78,28 @@ def pipeline(
     torch.Size([3, 7, 8])
     """
     _check_request(module, split_spec, split_policy, num_stages)
+    balancing = Balancing(cost, speeds, memory_limit)
+    balancing.check(num_stages)
     check_tracer_name(tracer)
     model_tracer = ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic)
-    request = _Request(module, model_tracer, split_spec, split_policy, num_stages)
+    automatic = AutomaticCuts(num_stages, balancing, mb_args, mb_kwargs) if num_stages is not None else None
+    request = _Request(module, model_tracer, split_spec, split_policy, automatic)
     traced, plan = request.traced_with_its_hooks()
     warn_of_fixed_dims(traced)
+    return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
+
+
+def cut_where(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    find_cuts: Callable[[TracedModel], SplitPlan],
+) -> Pipe:
+    """Cut a model where a function of its trace says."""
+    _check_request(module, None, None, None)
+    request = _Request(module, ModelTracer("auto", module, args, kwargs), None, None, None)
+    request.find_cuts = find_cuts
+    traced, plan = request.traced_with_its_hooks()
     return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
 
 
@@ -103,11 +130,12 @@ class _Request:
         tracer: ModelTracer,
         split_spec: Mapping[str, SplitPoint] | None,
         split_policy: SplitPolicy | None,
-        num_stages: int | None,
+        automatic: AutomaticCuts | None,
     ) -> None:
         self.module, self.tracer = module, tracer
-        self.split_spec, self.split_policy, self.num_stages = split_spec, split_policy, num_stages
+        self.split_spec, self.split_policy, self.automatic = split_spec, split_policy, automatic
         self.live_hooks: set[str] = set()
+        self.find_cuts: Callable[[TracedModel], SplitPlan] | None = None
 
     def trace(self, training: bool | None = None) -> TracedModel:
         """The model traced as it is now known to be needed."""
@@ -130,8 +158,10 @@ class _Request:
 
     def plan(self, traced: TracedModel, *, warn: bool = False) -> SplitPlan:
         """Where to cut."""
+        if self.find_cuts is not None:
+            return self.find_cuts(traced)
         has_marks = any(step.kind == "mark" for step in traced.steps)
-        named = {"split_spec": self.split_spec, "split_policy": self.split_policy, "num_stages": self.num_stages}
+        named = {"split_spec": self.split_spec, "split_policy": self.split_policy, "num_stages": self.automatic}
         other = next((name for name, value in named.items() if value is not None), None)
         if has_marks and other is not None:
             raise SplitError(
@@ -142,8 +172,8 @@ class _Request:
             return cuts_by_spec(traced, self.split_spec)
         if self.split_policy is not None:
             return cuts_by_policy(traced, self.split_policy)
-        if self.num_stages is not None:
-            return cuts_balanced(traced, self.num_stages)
+        if self.automatic is not None:
+            return self.automatic.plan(traced)
         return cuts_by_marks(traced, warn=warn)
 
     def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_NEVER = (type, types.FunctionType, types.ModuleType, torch.Tensor, nn.Module)
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # these lead to all that a trace knows of sizes
+_NEVER = (type, types.FunctionType, types.ModuleType, torch.Tensor, nn.Module, *_NUMBERS)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 

@@ -217,7 +217,7 @@ class Recorder:
     def _end(self, span: OpenSpan, result: Any) -> None:
         assert self._stack.pop() is span
         span.end = self.position
-        span.result = self.see(result)
+        span.result = Template.of(result, self._see_leaf, holders=True)
 
     def _watch_module(self, module: nn.Module) -> None:
         cls = type(module)

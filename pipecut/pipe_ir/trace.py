@@ -19,6 +19,7 @@ from .fake import stand_in_for_meta
 from .freeze import freeze
 from .inputs import Example, bind_inputs, read_example
 from .larger_example import enlarged, sizes_of_one, with_fixed
+from .noted_calls import NotedCalls
 from .recorder import Recorder
 from .structure import flatten
 from .traced import Opaque, Template, TracedModel
@@ -168,6 +169,7 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             CertainChances(),
+            NotedCalls(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.

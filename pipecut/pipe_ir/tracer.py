@@ -61,6 +61,7 @@ class ModelTracer:
         self.args, self.kwargs, self.dynamic = args, kwargs, dynamic
         self.fallbacks: dict[str, Fallback] = {}
         self._needed_hooks: set[str] = set()
+        self._left_behind: set[str] = set()
         self._export_failure: TraceError | None = None
 
     def trace(self, live_hooks: Iterable[str] = (), training: bool | None = None) -> TracedModel:
@@ -117,6 +118,7 @@ class ModelTracer:
                     raise self._failed(failure.__cause__ or failure) from (failure.__cause__ or failure)
             else:
                 if not eager.found:
+                    self._warn_of_what_is_left_behind(seen.on_example.changed)
                     return traced
             self._keep(eager.found, seen)
 
@@ -153,6 +155,21 @@ class ModelTracer:
                 f"{name} could not be traced with these example inputs, nor does it run with them uncut: "
                 f"{why_and_where(error)}; give inputs that the model works with"
             ) from error
+
+    def _warn_of_what_is_left_behind(self, changed: Iterable[str]) -> None:
+        """A module that stays as it is does not run in the trace: nobody sees there what it sets."""
+        left = [name for name in changed if any(name.startswith(f"{path}.") for path in self.fallbacks)]
+        new = [name for name in left if name not in self._left_behind]
+        self._left_behind.update(new)
+        if new:
+            be = "is" if len(new) == 1 else "are"
+            warnings.warn(
+                f"{', '.join(new)} of {type(self.model).__name__} {be} set while a module runs that stays as it is. Code "
+                "outside of that module that reads them has been traced with what they were before: hand such values "
+                "over as tensors, in arguments and results",
+                PipeWarning,
+                stacklevel=7,
+            )
 
     def _why_export_failed(self) -> str:
         if self._export_failure is None or self._export_failure.__cause__ is None:

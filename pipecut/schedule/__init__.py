@@ -11,6 +11,8 @@ rank 1 │ ·   1F0 1B0 1F1 1B1 ·
 
 from . import lower, render
 from .action import Action, Op, overlap, parse_action, transfer
+from .auto import FoundPlan, auto_schedule, search_schedule
+from .comparison import Comparison, compare
 from .costs import Costs
 from .link import Link
 from .placement import Placement
@@ -24,9 +26,11 @@ from .validate import Fault, find_faults
 
 __all__ = [
     "Action",
+    "Comparison",
     "Costs",
     "Dataflow",
     "Fault",
+    "FoundPlan",
     "Link",
     "Op",
     "Placement",
@@ -34,6 +38,8 @@ __all__ = [
     "Report",
     "Span",
     "Timeline",
+    "compare",
+    "auto_schedule",
     "dependencies",
     "find_faults",
     "lower",
@@ -42,6 +48,7 @@ __all__ = [
     "plan_for",
     "render",
     "schedule_names",
+    "search_schedule",
     "simulate",
     "transfer",
 ]

@@ -29,6 +29,19 @@ class Op(str, Enum):
     def __str__(self) -> str:
         return str(self.value)
 
+    @staticmethod
+    def from_str(action: str) -> Op:
+        """The kind that a text stands for."""
+        if action not in _OPS:
+            raise UnknownOpError(
+                f"'{action}' is no kind of action.{did_you_mean(action, _OPS)} Known are {', '.join(_OPS)}."
+            )
+        return _OPS[action]
+
+
+class UnknownOpError(PlanError, RuntimeError):
+    """There is no such kind of action."""
+
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.OVERLAP_F_B})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -70,6 +83,33 @@ class Action(NamedTuple):
     def is_compute(self) -> bool:
         """Whether the action runs the stage's module, forward or backward."""
         return self.op in COMPUTE
+
+    # The same under the names that functions written for torch.distributed.pipelining know.
+
+    @property
+    def stage_index(self) -> int:
+        """The stage."""
+        return self.stage
+
+    @property
+    def computation_type(self) -> Op:
+        """The kind of action."""
+        return self.op
+
+    @property
+    def microbatch_index(self) -> int | None:
+        """The microbatch."""
+        return self.microbatch
+
+    @property
+    def sub_actions(self) -> tuple[Action, ...] | None:
+        """The parts of an overlap."""
+        return self.parts or None
+
+    @property
+    def is_compute_op(self) -> bool:
+        """Whether the action runs the stage's module."""
+        return self.is_compute
 
     @property
     def is_transfer(self) -> bool:

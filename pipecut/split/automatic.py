@@ -2,104 +2,108 @@
 
 from __future__ import annotations
 
-import bisect
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import SplitError
-from ..pipe_ir.traced import Span, TracedModel
-from .balance import cheapest_cuts, lightest_bottleneck
-from .cost import Weights
-from .points import Cut, SplitPlan
-from .regions import Regions
+from ..errors import PipeWarning, SplitError
+from ..pipe_ir.traced import TracedModel
+from .balance import Balance, balance
+from .chain import Chain, allowed_places
+from .points import SplitPlan
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
-SLACK = 1.1
+SLACK = 0.03
+
+# One block that is longer than the mean stage by this factor is worth a word.
+GIANT = 1.25
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    cut: Cut
-    depth: int
+class BalancedCut:
+    """A cut, how well it is balanced, and the chain that it is a cut of: `chain.stage_costs(balance.cuts)`."""
+
+    plan: SplitPlan
+    balance: Balance
+    chain: Chain
 
 
-def cuts_balanced(traced: TracedModel, num_stages: int) -> SplitPlan:
-    """Cut into `num_stages` stages of about equal cost, between modules, and never inside a region."""
-    weigh = Weights(traced, traced.hints)
-    everywhere = _candidates(traced)
-    weights, _ = _chunks(traced, weigh, everywhere)
-    if num_stages > len(weights):
+def balanced_cut(
+    chain: Chain,
+    stages: int | Sequence[int],
+    *,
+    speeds: Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    in_flight: Sequence[float] | Callable[[int], float] | None = None,
+    slack: float = SLACK,
+) -> BalancedCut:
+    """The cut of a chain with the least bottleneck, as `balance` has it, at the outermost modules that allow it.
+
+    >>> import torch
+    >>> from pipecut import pipeline
+    >>> from pipecut.split.chain import chain_of
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> found = balanced_cut(chain_of(pipeline(model, (torch.ones(2, 64),)).traced), 2)
+    >>> [cut.label for cut in found.plan.cuts], found.balance.cuts
+    (["the cut after '1'"], (2,))
+    """
+    count = stages if isinstance(stages, int) else len(stages)
+    blocks = chain.blocks()
+    if count > blocks.count:
         raise SplitError(
-            f"{num_stages} stages were asked for, and this model can be cut into {len(weights)} at the most: there are "
-            f"{len(weights) - 1} places between its modules where a cut leaves work on both sides"
+            f"{count} stages were asked for, and this model can be cut into {blocks.count} at the most: there are "
+            f"{blocks.count - 1} places between its modules where a cut leaves work on both sides"
         )
-    limit = int(lightest_bottleneck(weights, num_stages) * SLACK)
-    for depth in sorted({candidate.depth for candidate in everywhere}):
+
+    def solve(part: Chain, slack: float) -> Balance:
+        return balance(
+            part.blocks(), stages, speeds=speeds, memory_limit=memory_limit, in_flight=in_flight, slack=slack
+        )
+
+    best = solve(chain, 0.0)
+    limit = best.bottleneck * (1 + slack)
+    for depth in sorted({place.depth for place in chain.places}):
         # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
-        weights, places = _chunks(traced, weigh, [candidate for candidate in everywhere if candidate.depth <= depth])
-        if num_stages <= len(weights) and lightest_bottleneck(weights, num_stages) <= limit:
-            live = _live_elements(traced, weigh, [place.cut.tick for place in places])
-            chosen = cheapest_cuts(weights, live, num_stages, limit)
-            return SplitPlan(tuple(places[position - 1].cut for position in chosen))
-    return SplitPlan(())
-
-
-def _candidates(traced: TracedModel) -> list[_Candidate]:
-    """The beginnings and ends of module calls that lie outside all regions, in order."""
-    found: dict[int, _Candidate] = {}
-    regions = Regions(traced)
-
-    def visit(span: Span, depth: int) -> None:
-        for child in span.children:
-            edges = ((child.begin, "before"), (child.end + 1, "after")) if child.kind == "call" else ()
-            for tick, side in edges:
-                settled, inside = regions.settle(tick)
-                if inside is None:
-                    cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
-                    found.setdefault(settled, _Candidate(cut, depth))
-            visit(child, depth + (child.kind == "call"))
-
-    visit(traced.root, 0)
-    return [found[tick] for tick in sorted(found)]
-
-
-def _chunks(traced: TracedModel, weigh: Weights, candidates: list[_Candidate]) -> tuple[list[int], list[_Candidate]]:
-    """Weights of the runs of steps between candidates, and the candidate at each border of two runs with work."""
-    ticks = [candidate.cut.tick for candidate in candidates]
-    weights = [0] * (len(ticks) + 1)
-    for step in traced.steps:
-        if step.kind == "op" and traced.root.begin <= step.tick < traced.root.end:
-            weights[bisect.bisect_right(ticks, step.tick)] += weigh.step(step)
-    merged: list[int] = []
-    places: list[_Candidate] = []
-    best: _Candidate | None = None
-    for position, weight in enumerate(weights):
-        if position and merged and (best is None or candidates[position - 1].depth < best.depth):
-            best = candidates[position - 1]
-        if weight == 0:
+        outer = chain.up_to(depth)
+        if len(outer.times) < count:
             continue
-        if merged and best is not None:
-            places.append(best)
-        merged.append(weight)
-        best = None
-    return merged, places
+        try:
+            found = solve(outer, 0.0)
+        except SplitError:  # too little memory for the larger blocks; the smaller ones are known to fit
+            continue
+        if found.bottleneck <= limit:
+            found = solve(outer, limit / found.bottleneck - 1) if found.bottleneck else found
+            bounded = Balance(
+                found.cuts,
+                found.loads,
+                found.bottleneck,
+                found.mean,
+                min(best.lower_bound, found.bottleneck),
+                found.memory,
+            )
+            return BalancedCut(outer.plan(found.cuts), bounded, outer)
+    return BalancedCut(chain.plan(best.cuts), best, chain)
 
 
-def _live_elements(traced: TracedModel, weigh: Weights, ticks: list[int]) -> list[int]:
-    """How many elements would have to cross a cut at each tick."""
-    last_use: dict[int, int] = {}
-    for step in traced.steps:
-        for index in step.refs:
-            last_use[index] = max(last_use.get(index, -1), step.tick)
-    last_use.update(dict.fromkeys(traced.output.refs, traced.root.end + 1))
-    changes = [0] * (len(ticks) + 1)
-    for index, last in last_use.items():
-        step = traced.steps[index]
-        if step.kind in ("op", "input"):
-            elements = weigh.elements(step.spec)
-            changes[bisect.bisect_right(ticks, step.tick)] += elements
-            changes[bisect.bisect_right(ticks, last)] -= elements
-    live, total = [], 0
-    for change in changes[:-1]:
-        total += change
-        live.append(total)
-    return live
+def warn_of_a_giant(found: BalancedCut) -> None:
+    """Say which block alone is longer than a stage should be: no cut can help there."""
+    times = [each.total for each in found.chain.times]
+    giant = max(range(len(times)), key=times.__getitem__)
+    if len(found.balance.cuts) and times[giant] > GIANT * sum(times) / (len(found.balance.cuts) + 1):
+        share = times[giant] / sum(times)
+        if times[giant] >= 0.9 * found.balance.bottleneck:
+            warnings.warn(
+                f"{found.chain.name(giant)} takes {share:.0%} of the model's time and cannot be cut: the longest of "
+                f"{len(found.balance.cuts) + 1} stages takes {found.balance.imbalance:.2f} times the mean. Use fewer "
+                "stages, or divide it into modules",
+                PipeWarning,
+                stacklevel=6,  # the call of pipeline()
+            )
+
+
+def same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:
+    """The same cuts in another trace of the model, if it can be cut there too."""
+    places = {place.cut.label: place.cut for place in allowed_places(traced)}
+    found = [places.get(cut.label) for cut in plan.cuts]
+    cuts = tuple(cut for cut in found if cut is not None)
+    return SplitPlan(cuts) if len(cuts) == len(found) else None

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from ..errors import PipeError
-from ..pipe_ir.traced import Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
+from ..pipe_ir.traced import HERE, Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
 from .decisions import require_shape
 from .expressions import Expressions, Naming, is_plain_name
 from .modes import Modes, require_mode
@@ -190,7 +190,11 @@ class _Writer:
         """Name the values that a call returns, by their paths in what it returns."""
         structure = span.result.structure
         leaves = list(zip(span.result.leaves, structure.paths(), strict=True))
-        fixed = [(leaf, path) for leaf, path in leaves if not isinstance(leaf, Ref | Size | ModuleRef | Opaque)]
+        fixed = [
+            (leaf, path)
+            for leaf, path in leaves
+            if leaf is not HERE and not isinstance(leaf, Ref | Size | ModuleRef | Opaque)
+        ]
         if structure.rebuild is None and not fixed:
             self.lines.append(f"{self.names[span.result.refs[0]]} = {call}" if needed else call)
             return

@@ -14,6 +14,7 @@ from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .materialization import check_has_memory
+from .peer_surface import OneChunkCalls
 from .ports import Ports, ports_of
 from .replica import Replica, replica_of
 from .written_inputs import WrittenInputs
@@ -32,7 +33,7 @@ class Flight:
     pending: PendingWeights | WeightRunner | None = field(default=None)
 
 
-class PipelineStage:
+class PipelineStage(OneChunkCalls):
     """A module as one stage of a pipeline.
 
     For modules that you cut by hand. Stages of a traced model come from `pipe.build_stage(index, device)`. The module
@@ -77,6 +78,7 @@ class PipelineStage:
         self.flights: dict[int, Flight] = {}
         self._written_inputs = WrittenInputs(stage_index)
         self.submod.to(self.device)
+        self._begin_calls()
         self.begin_step()
 
     @property
@@ -177,6 +179,7 @@ class PipelineStage:
     def clear_runtime_states(self) -> None:
         """Forget every microbatch in flight."""
         self.flights.clear()
+        self.output_chunks = []
 
 
 def build_stage(

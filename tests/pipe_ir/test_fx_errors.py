@@ -260,3 +260,31 @@ def test_a_result_that_is_not_what_it_was_on_the_example() -> None:
     torch.testing.assert_close(pipe(X), model(X))
     with pytest.raises(PipeError, match=r"'1' returned a tensor \[8, 8\], where the trace has \[4, 8\]"):
         pipe(X * 1e6)
+
+
+class LeavesBehind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = float(x.detach().abs().mean())
+        result: Tensor = self.linear(x)
+        return result
+
+
+class ReadsIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.last = LeavesBehind(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.leaf(x) * self.leaf.scale)
+        return result
+
+
+def test_what_a_module_leaves_behind_is_told() -> None:
+    """Code outside of it was traced with the number from before, and nobody said so."""
+    with pytest.warns(PipeWarning, match="leaf.scale of ReadsIt is set while a module runs that stays as it is"):
+        pipeline(ReadsIt(), (torch.randn(2, 4),), split_spec={"last": SplitPoint.BEGINNING}, tracer="fx")

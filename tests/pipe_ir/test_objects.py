@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import Schedule1F1B, TraceError, pipeline
+from pipecut import Schedule1F1B, SplitPoint, TraceError, pipeline
 from pipecut.pipe_ir.objects import is_tensor_holder
 from pipecut.pipe_ir.structure import flatten, unflatten
 
@@ -130,3 +130,55 @@ class ReturnsSlotted(nn.Module):
 def test_an_object_that_cannot_be_put_together_again() -> None:
     with pytest.raises(TraceError, match="returns a Slotted, which cannot be taken apart and put together again"):
         pipeline(ReturnsSlotted(), (torch.ones(2, 3),))
+
+
+class KeepsSizes(nn.Module):
+    """An object with a symbolic size in it, as caches have that count their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        layer = Layer(self.first(x))
+        layer.is_empty = x.shape[1]  # type: ignore[assignment]
+        return {"y": self.second(layer.keys), "cache": Cache(layer)}
+
+
+def test_symbolic_sizes_inside_an_object() -> None:
+    """A symbolic number leads to all that a trace knows of sizes, and back to itself."""
+    model = KeepsSizes()
+    pipe = pipeline(model, (torch.ones(2, 5, 3),), num_stages=2, dynamic={"x": {1: "seq"}})
+    output = pipe(torch.ones(4, 7, 3))
+    assert output["cache"].layers[0].is_empty == 7
+    torch.testing.assert_close(output["y"], model(torch.ones(4, 7, 3))["y"])
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        if x.sum() > 0:
+            y = y * 2
+        return {"y": y, "cache": Cache(Layer(y + 1))}
+
+
+class ReturnsWhatItGot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branches, self.last = nn.Linear(3, 3), Branches(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        made = self.branches(self.first(x))
+        return {"y": self.last(made["y"]), "cache": made["cache"]}
+
+
+def test_an_object_from_a_module_that_cannot_be_traced() -> None:
+    """It was the example's object at every call."""
+    model = ReturnsWhatItGot()
+    pipe = pipeline(model, (torch.ones(2, 3),), split_spec={"last": SplitPoint.BEGINNING}, tracer="fx")
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(pipe(x)["cache"].layers[0].keys, model(x)["cache"].layers[0].keys)

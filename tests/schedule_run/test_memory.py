@@ -105,7 +105,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ALL_FORWARDS_FIRST])
 def test_memory_does_not_grow_with_the_number_of_microbatches(name: str) -> None:
-    width, samples = 64, 16
+    width, samples = 64, 64
     model = Chain(4, width)
     activation = 4 * samples * width
     peaks = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipecut import InputError, PipelineStage, PlannedSchedule, SplitPoint, pipeline
+from pipecut import InputError, PipelineStage, PipeWarning, PlannedSchedule, Schedule1F1B, SplitPoint, pipeline
 from pipecut.errors import PipeError
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
@@ -368,3 +369,28 @@ def weigh_on_one_rank_only(rank: int) -> str:
 def test_all_ranks_weigh_alike(two_ranks: Ranks) -> None:
     for message in two_ranks.run(weigh_on_one_rank_only):
         assert "loss_weight: no on rank 0; by the keywords on rank 1" in message
+
+
+def test_labels_that_count_unevenly_are_warned_of() -> None:
+    """The mean of the microbatches' means is another loss than the mean over all labels."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.embed(ids))
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    ids = torch.randint(0, 8, (4, 3))
+    labels = ids.clone()
+    labels[0, 1:] = -100
+    pipe = pipeline(Counts(), (ids, labels), split_spec={"head": SplitPoint.BEGINNING})
+    stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+    with pytest.warns(PipeWarning, match=r"labels has \[4, 6\] labels that count \(-100 does not\)"):
+        Schedule1F1B(stages, 2).step(ids, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Schedule1F1B(stages, 2).step(ids, ids)
+        Schedule1F1B(stages, 2, loss_weight=lambda inputs: (inputs["labels"] != -100).sum()).step(ids, labels)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipecut import Pipe, pipeline
+from pipecut import Pipe, PipeWarning, pipeline
+from pipecut.errors import InputError, SplitError
+from pipecut.measurement.chain import measured_chain
+from pipecut.split.chain import chain_of
+from pipecut.split.costs.times import Times
 
 
 class Residual(nn.Module):
@@ -59,3 +65,139 @@ def test_regions_are_never_cut() -> None:
 
     pipe = pipeline(Checkpointing(), (torch.ones(4, 8),), num_stages=2)
     assert [info.modules for info in pipe.stage_infos] == [("layers",), ("head",)]
+
+
+class Norms(nn.Module):
+    """Layers with running statistics and dropout, whose copies must not touch the model."""
+
+    def __init__(self, layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.5)) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_measured_costs_leave_the_model_and_the_random_numbers_alone() -> None:
+    model, x = Norms(), torch.randn(16, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    pipe = pipeline(model, (x,), num_stages=3, cost="measured")
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
+    assert pipe.num_stages == 3
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def pretend(module: nn.Module, inputs: list[object]) -> Times:
+        calls.append(module)
+        return Times(len(calls), 0.0, 0.0)
+
+    monkeypatch.setattr("pipecut.measurement.chain.measure_stage", pretend)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 2)), torch.ones(4, 8)
+    chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
+    # The first layer has no input that needs a gradient: its backward is another one.
+    assert [times.forward for times in chain.times] == [1.0, 2.0, 2.0, 2.0, 2.0, 3.0]
+
+
+def test_what_was_measured_of_a_block_is_divided_inside_it() -> None:
+    model, x = nn.Sequential(*(Residual(16) for _ in range(2))), torch.ones(4, 16)
+    chain = chain_of(pipeline(model, (x,)).traced)
+    outer = chain.up_to(0)
+    assert len(outer.times) < len(chain.times)
+    measured = measured_chain(outer, (x,))
+    assert len(measured.times) == len(outer.times) == 2
+    assert all(times.backward_weight > 0 for times in measured.times)
+    fine = measured_chain(chain, (x,))
+    assert len(fine.times) == len(chain.times)
+
+
+def test_a_model_without_values_cannot_be_measured() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(InputError, match='cost="measured" runs the model, and 0.weight is on the meta device'):
+        pipeline(model, (torch.ones(2, 4),), num_stages=2, cost="measured")
+
+
+def test_a_faster_rank_gets_more() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    pipe = pipeline(model, (torch.ones(64, 64),), num_stages=2, speeds=[1.0, 3.0])
+    assert [len(info.modules) for info in pipe.stage_infos] == [2, 6]
+
+
+def test_a_memory_limit_moves_the_cut() -> None:
+    model = nn.Sequential(nn.Linear(64, 1024), nn.Linear(1024, 1024), *(nn.Linear(1024, 1024) for _ in range(2)))
+    x = torch.ones(4, 64)
+    free = pipeline(model, (x,), num_stages=2)
+    tight = pipeline(model, (x,), num_stages=2, memory_limit=2.4 * 1024 * 1024 * 4 * 4)
+    assert [len(info.modules) for info in free.stage_infos] != [3, 1]
+    assert [len(info.modules) for info in tight.stage_infos] == [2, 2]
+    with pytest.raises(
+        SplitError, match=r"no cut into 2 stages fits memory_limit=1 MB: the least that would do is 3\d"
+    ):
+        pipeline(model, (x,), num_stages=2, memory_limit=1e6)
+
+
+def test_a_block_that_is_too_large_is_named() -> None:
+    class Giant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 256), nn.Linear(256, 8)
+            self.weight = nn.Parameter(torch.randn(256, 256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(20):
+                x = torch.tanh(x @ self.weight)
+            return self.last(x)  # type: ignore[no-any-return]
+
+    message = (
+        r"what lies between the cut after 'first' and the cut before 'last' takes \d+% of the model's time and cannot "
+        r"be cut: the longest of 2 stages takes 1\.\d\d times the mean. Use fewer stages, or divide it into modules"
+    )
+    with pytest.warns(PipeWarning, match=message) as caught:
+        pipeline(Giant(), (torch.ones(64, 8),), num_stages=2)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 9}, "9 stages were asked for, and this model can be cut into 3 at the most"),
+        ({"num_stages": 2, "cost": "guess"}, 'cost=\'guess\': give "analytic" or "measured"'),
+        ({"cost": "measured"}, "cost is for cuts that are found automatically: give num_stages too"),
+        ({"memory_limit": 1e9}, "memory_limit is for cuts that are found automatically"),
+        ({"num_stages": 2, "speeds": [1.0, 0.0]}, r"speeds\[1\] is 0.0: rank 1 would never finish"),
+        ({"num_stages": 2, "speeds": [1.0]}, "speeds has 1 numbers, and there are 2 ranks"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.raises(SplitError, match=message):
+        pipeline(model, (torch.ones(2, 4),), **options)
+
+
+def test_train_and_eval_are_cut_alike() -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+            self.dropout = nn.Dropout(0.9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = self.dropout(nn.functional.dropout(layer(x), 0.5, self.training))
+            return x
+
+    model, x = Moody(), torch.randn(8, 32)
+    pipe = pipeline(model, (x,), num_stages=4)
+    torch.testing.assert_close(pipe.eval()(x), model.eval()(x))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attributes import attributes_of, is_same
 from ..clone import clone
 from ..dynamic import Place
 from ..inputs import Example
@@ -72,9 +73,20 @@ def _run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Obser
     own = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     args, kwargs = example.call_with(tuple(own))
     runner = _with_own_tensors(clone(model))
+    before = {path: attributes_of(module) for path, module in runner.named_modules()}
     with kept_random_numbers((*runner.parameters(), *runner.buffers(), *own)), torch.enable_grad():
         calls = Watcher(runner).run(args, kwargs)
-    return ObservedRun(tuple(tuple(tensor.shape) for tensor in tensors), calls)
+    return ObservedRun(tuple(tuple(tensor.shape) for tensor in tensors), calls, _changed(before, runner))
+
+
+def _changed(before: Mapping[str, Mapping[str, Any]], model: nn.Module) -> tuple[str, ...]:
+    """The attributes that the forwards of modules have set: `block.scale`."""
+    found = []
+    for path, module in model.named_modules():
+        was, now = before.get(path, {}), attributes_of(module)
+        names = sorted(name for name in now if name not in was or not is_same(was[name], now[name]))
+        found += [f"{path}.{name}".lstrip(".") for name in names]
+    return tuple(found)
 
 
 def _with_own_tensors(model: nn.Module) -> nn.Module:

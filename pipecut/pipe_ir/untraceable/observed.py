@@ -56,6 +56,7 @@ class ObservedRun:
 
     input_shapes: tuple[Shape, ...]
     calls: Mapping[CallKey, ObservedCall]
+    changed: tuple[str, ...] = ()  # attributes that forwards have set
 
 
 @dataclass(frozen=True)

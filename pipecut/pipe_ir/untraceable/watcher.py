@@ -64,7 +64,7 @@ class Watcher(TorchFunctionMode):
             self._makers[tensor] = ()
         with self:
             output = self._model(*args, **kwargs)
-        for tensor in _tensors(output):
+        for tensor in _tensors(output, holders=True):
             self._note_use(tensor)
         return {
             key: ObservedCall(
@@ -151,7 +151,7 @@ class Watcher(TorchFunctionMode):
             call.hidden[f"uses {self._state[id(tensor)]!r}, which is not its own"] = None
 
     def _closed(self, call: _OpenCall, module: nn.Module, output: Any) -> ObservedCall:
-        call.returned = set(map(id, _tensors(output)))
+        call.returned = set(map(id, _tensors(output, holders=True)))
         written = [at for at, tensor in enumerate(call.tensors) if _version(tensor) != call.versions[at]]
         now = {f"{call.path}.{name}": tensor for name, tensor in module.named_buffers()}
         buffers = [
@@ -160,7 +160,7 @@ class Watcher(TorchFunctionMode):
         seen = ObservedCall(
             tuple(tuple(tensor.shape) for tensor in call.tensors),
             tuple(_stride(tensor) for tensor in call.tensors),
-            Template.of(output, lambda leaf: self._observed(leaf, call)),
+            Template.of(output, lambda leaf: self._observed(leaf, call), holders=True),
             tuple(written),
             tuple(buffers),
             (),
@@ -184,8 +184,8 @@ class Watcher(TorchFunctionMode):
         )  # fmt: skip
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+def _tensors(value: Any, *, holders: bool = False) -> list[Tensor]:
+    return [leaf for leaf in flatten(value, holders=holders)[0] if isinstance(leaf, Tensor)]
 
 
 def _nested_tensors(value: Any) -> Iterator[Tensor]:

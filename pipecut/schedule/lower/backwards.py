@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..action import Action, Op
 from ..plan import Plan
-from .bubbles import drop_bubbles
 
 
 def merge_backwards(plan: Plan) -> Plan:
@@ -12,17 +13,19 @@ def merge_backwards(plan: Plan) -> Plan:
 
     0F0 0I0 0W0 0F1 0I1 1F0 0W1   ->   0F0 0B0 0F1 0I1 1F0 0W1
     """
-    rows = []
-    for row in drop_bubbles(plan).actions:
-        merged: list[Action | None] = []
-        for action in row:
-            last = merged[-1] if merged else None
-            if action is not None and last is not None and _are_one(last, action):
-                merged[-1] = Action(last.stage, Op.FULL_BACKWARD, last.microbatch)
-            else:
-                merged.append(action)
-        rows.append(merged)
-    return plan.with_actions(rows)
+    return plan.with_actions(merge_row(row) for row in plan.actions)
+
+
+def merge_row(row: Iterable[Action | None]) -> list[Action | None]:
+    """The actions of one rank, without bubbles."""
+    merged: list[Action | None] = []
+    for action in row:
+        last = merged[-1] if merged else None
+        if action is not None and last is not None and _are_one(last, action):
+            merged[-1] = Action(last.stage, Op.FULL_BACKWARD, last.microbatch)
+        elif action is not None:
+            merged.append(action)
+    return merged
 
 
 def _are_one(first: Action, second: Action) -> bool:

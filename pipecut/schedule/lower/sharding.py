@@ -20,7 +20,7 @@ def add_unshard_reshard(plan: Plan, max_held: int = 3) -> Plan:
         raise PlanError(f"max_held={max_held!r}: a rank must hold at least the stage that it runs; give 1 or more.")
     _refuse_second_time(plan, Op.UNSHARD)
     stages_of = plan.placement.stages_of
-    return plan.with_actions(_shard_row(row, max_held, stages_of[rank]) for rank, row in enumerate(plan.actions))
+    return plan.with_actions(shard_row(row, max_held, stages_of[rank]) for rank, row in enumerate(plan.actions))
 
 
 def add_reduce_grad(plan: Plan) -> Plan:
@@ -34,7 +34,7 @@ def add_reduce_grad(plan: Plan) -> Plan:
         after: dict[int, list[Action]] = {}
         for stage, step in _last_uses(row, plan.placement.stages_of[rank], GIVES_WEIGHT_GRADIENT).items():
             after.setdefault(_after_sends(row, step), []).append(Action(stage, Op.REDUCE_GRAD))
-        rows.append(_spliced(row, after))
+        rows.append(spliced(row, after))
     return plan.with_actions(rows)
 
 
@@ -59,7 +59,7 @@ def _last_uses(row: Sequence[Action | None], stages: Sequence[int], ops: Collect
     return last
 
 
-def _shard_row(row: Sequence[Action | None], max_held: int, stages: Sequence[int]) -> list[Action | None]:
+def shard_row(row: Sequence[Action | None], max_held: int, stages: Sequence[int]) -> list[Action | None]:
     """One rank's actions with UNSHARD and RESHARD; bubbles go, for the columns no longer mean the same moment."""
     actions = [action for action in row if action is not None]
     fits = len(stages) <= max_held
@@ -72,7 +72,7 @@ def _shard_row(row: Sequence[Action | None], max_held: int, stages: Sequence[int
         held = next_held
         before[step] = moves
     before.setdefault(len(actions), []).extend(Action(stage, Op.RESHARD) for stage in sorted(held))
-    return _spliced(actions, before)
+    return spliced(actions, before)
 
 
 def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[int]]]:
@@ -112,7 +112,7 @@ def _next_use(actions: Sequence[Action], step: int) -> int:
     return next((at for at in range(step + 1, len(actions)) if actions[at].op in COMPUTE), len(actions))
 
 
-def _spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:
+def spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:
     """The row with the given actions put in before the given steps."""
     result: list[Action | None] = []
     start = 0

@@ -21,8 +21,11 @@ from ..walk import Walk
 
 
 @collector_paused
-def add_transfers(plan: Plan) -> Plan:
-    """The plan with a SEND and a RECV for every value that another rank uses, and none between stages of one rank."""
+def add_transfers(plan: Plan, *, complete: bool = True) -> Plan:
+    """The plan with a SEND and a RECV for every value that another rank uses, and none between stages of one rank.
+
+    `complete=False` takes a part of a step too.
+    """
     if plan.has_transfers:
         raise PlanError(f"The plan '{plan.name}' has transfers already: add them to a plan of computations only.")
     messages = {(op, stage): _ends(plan, op, stage) for op in GIVES for stage in range(plan.stages)}
@@ -41,7 +44,7 @@ def add_transfers(plan: Plan) -> Plan:
                     continue
                 row.append(Action(stage, send, microbatch, send_peer))
                 rows[other_rank].append(Action(other, receive, microbatch, receive_peer))
-    walk.check_finished()
+    walk.check_finished(complete=complete)
     return plan.with_actions(rows)
 
 

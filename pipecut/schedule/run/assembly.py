@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...pipe_ir.pipe import PipeInfo
 from ...stage.ports import Item
@@ -38,13 +39,14 @@ class Assembly:
     scale_grads: bool
     custom: Mapping[Op, CustomFunction]
     random_numbers: str
+    schedule: Callable[[], Any]  # a weak reference
 
     def runner(self, plan: Plan) -> Runner:
         """Lower a plan, unless it has transfers already, and make what runs it."""
         lowered = add_reduce_ties(plan if plan.has_transfers else self._lowered(plan)).validate()
         executors = self._executors(lowered)
         for executor in executors:
-            install(executor, self.custom)
+            install(executor, self.custom, self.schedule)
         if self.connection.in_process:
             return LocalRunner(executors, lowered, self.connection.office)
         return RankRunner(executors[0], lowered, self.connection.alarm)

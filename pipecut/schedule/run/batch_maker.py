@@ -18,9 +18,12 @@ from .header import EVAL, STEP
 from .keywords import refuse_unknown
 from .objective import Objective
 from .targets import cut_target
-from .weighing import Weighing, as_integer, by_name, from_integer
+from .weighing import Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
 
 Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
+
+
+LOOKS = 8  # steps in which labels are looked at: after that nothing has to wait for it
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class BatchMaker:
         self.connection = connection
         self.objective = objective
         self.weighing = weighing
+        self.steps_to_look_at = LOOKS
         self.microbatches = plan.microbatches
         self.first = plan.placement.rank_of[0]
         self.last = plan.placement.rank_of[plan.stages - 1]
@@ -118,11 +122,16 @@ class BatchMaker:
 
     def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
         """Those that only the rank of the first stage can know, by the arguments of the model."""
-        if self.weighing is None or self.weighing.source != "arguments":
+        if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None
-        assert self.info is not None  # a traced model
+        looks = training and self.steps_to_look_at > 0 and self.objective.is_own
+        if self.weighing is None and not looks:
+            return None
         signature = self.info.call.signature
         named = [by_name(signature, *call) for call in zip(calls.args, calls.kwargs, strict=True)]
+        if self.weighing is None:
+            self.steps_to_look_at = 0 if warned_of_uneven_labels(named) else self.steps_to_look_at - 1
+            return None
         return self.weighing.of(named, training=training)
 
     def _own_kwargs(self, rank: int, kwargs: Mapping[str, Any], samples: list[int]) -> list[dict[str, Any]]:

@@ -18,16 +18,22 @@ class ActionContext:
     """What a custom function may need: the step's data on this rank, and the usual way to do an action."""
 
     executor: Executor
+    schedule: Callable[[], Any] = lambda: None  # a weak reference
+
+    @property
+    def schedule_ref(self) -> Any:
+        """The schedule that runs."""
+        return self.schedule()
 
     @property
     def arg_mbs(self) -> Sequence[Sequence[Any]]:
-        """The positional arguments of each microbatch, on the rank of the first stage."""
-        return self.executor.batch.args
+        """The positional arguments of each microbatch, on the rank of the first stage; elsewhere there are none."""
+        return self.executor.batch.args or [()] * len(self.executor.batch.samples)
 
     @property
     def kwarg_mbs(self) -> Sequence[Mapping[str, Any]]:
         """The keyword arguments of each microbatch."""
-        return self.executor.batch.kwargs
+        return self.executor.batch.kwargs or [{}] * len(self.executor.batch.samples)
 
     @property
     def target_mbs(self) -> Sequence[Any] | None:
@@ -47,9 +53,9 @@ class ActionContext:
 CustomFunction = Callable[[Action, ActionContext], None]
 
 
-def install(executor: Executor, functions: Mapping[Op, CustomFunction]) -> None:
+def install(executor: Executor, functions: Mapping[Op, CustomFunction], schedule: Callable[[], Any]) -> None:
     """Let functions do the actions of their kinds."""
-    context = ActionContext(executor)
+    context = ActionContext(executor, schedule)
     for op, function in functions.items():
         executor.handlers[op] = _bound(function, context)
 

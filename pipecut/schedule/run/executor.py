@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError, PipeError
 from ...pipe_ir.structure import flatten, map_leaves
+from ...stage.peer_surface import returned
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
@@ -57,6 +59,7 @@ class Executor:
         self.root_gradients: list[tuple[Tensor, Tensor]] = []
         self._keywords: dict[tuple[int, int], list[Tensor]] = {}  # those that need a gradient, by stage and microbatch
         self._backwards_left: dict[int, int] = {}
+        self.backward_counter: Counter[int] = Counter()  # of stages, for custom functions
         self.part: Action | None = None  # the part of an overlap that is running
         self.in_loss_fn = False
         self.inputs: list[Any] | None = None  # what the forward that is running was called with
@@ -88,10 +91,14 @@ class Executor:
         self.mail.begin(batch)
         self.random_numbers.begin(batch.seed)
         self._backwards_left = dict.fromkeys(self.stages, len(batch.samples))
+        self.backward_counter.clear()
         if batch.training:
             self.ties.begin()
             for stage in self.stages.values():
                 stage.begin_step()
+        for stage in self.stages.values():
+            stage.driver = self
+            stage.has_backward = batch.training
 
     def clear(self) -> None:
         """Forget everything of the step."""
@@ -102,6 +109,7 @@ class Executor:
         self.inputs = None
         for stage in self.stages.values():
             stage.clear_runtime_states()
+            stage.driver = None
         self.batch = Batch(training=False, samples=[], sizes=[])
         self.mail.begin(self.batch)
 
@@ -187,6 +195,7 @@ class Executor:
     # ------------------------------------------------------------------ backward
 
     def _full_backward(self, action: Action) -> None:
+        self.backward_counter[action.stage] += 1
         self._backward(action, weights=True)
         self._count_backward(action.stage)
 
@@ -194,6 +203,7 @@ class Executor:
         self._backward(action, weights=False)
 
     def _backward_weight(self, action: Action) -> None:
+        self.backward_counter[action.stage] += 1
         self.stages[action.stage].weight_backward(number(action))
         self._count_backward(action.stage)
 
@@ -283,6 +293,27 @@ class Executor:
             return list(self.batch.args[microbatch])
         return [self.batch.roots[microbatch][place] for _, place in stage.ports.arguments]
 
+    # ------------------------------------------------------------------ one at a time, for custom functions
+
+    def forward_one(self, stage: int, microbatch: int) -> Any:
+        """Run a forward, and return what the module returned."""
+        self._forward(Action(stage, Op.FORWARD, microbatch))
+        flight = self.stages[stage].flights.get(microbatch)
+        if flight is None or self.stages[stage].is_last:
+            return self.batch.results.get(microbatch)
+        return returned(self.stages[stage], flight)
+
+    def backward_one(self, stage: int, microbatch: int, *, weights: bool) -> None:
+        """Run a backward; a custom function counts it by itself."""
+        self._backward(Action(stage, Op.FULL_BACKWARD, microbatch), weights=weights)
+        if weights:
+            self._count_backward(stage)
+
+    def weight_one(self, stage: int, microbatch: int) -> None:
+        """Run the rest of a backward; a custom function counts it by itself."""
+        self.stages[stage].weight_backward(microbatch)
+        self._count_backward(stage)
+
     def _overlap(self, action: Action) -> None:
         for self.part in action.parts:
             self.handlers[self.part.op](self.part)
@@ -320,7 +351,11 @@ def _check_expected(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
 
 def _leaf(value: Any) -> Any:
     """A tensor at which the graph of a stage begins."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    # Microbatches are parts of one tensor: with `detach()` a module that writes to its part would change them all in
+    # the eyes of autograd, and the backward of those before it would be refused.
+    return value.detach().requires_grad_() if value.requires_grad else value.data
 
 
 def _needs_gradient(stage: PipelineStage, flight: Flight) -> bool:

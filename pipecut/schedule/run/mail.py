@@ -59,6 +59,13 @@ class Mail:
             for value, meta in zip(values[: len(metas)], metas, strict=True)
         ]
 
+    def wait_for(self, action: Action) -> None:
+        """Wait until everything is here that a computation needs."""
+        for leaf in action.leaves:
+            waiting = self._activations if leaf.op is Op.FORWARD else self._gradients
+            for key in [key for key in waiting if key[1:] == (leaf.stage, leaf.microbatch)]:
+                waiting[key] = Ready(waiting[key].wait())
+
     def _local_roots(self, target: int, microbatch: int) -> list[Tensor]:
         """Inputs of the model for a later stage on the first stage's rank, where nobody has to hand them over."""
         ports = self.stages[target].ports
@@ -146,6 +153,15 @@ class Mail:
         wanted = metas + along if forward else [meta for meta in metas if meta.requires_grad]
         if wanted or forward:
             waiting[key] = self.transport.receive(peer, wanted) if wanted else Ready([])
+
+    def on_their_way(self, *, forward: bool) -> dict[tuple[int, int], list[Arrival]]:
+        """The parcels from other ranks that were posted and not yet used, by stage and microbatch."""
+        waiting = self._activations if forward else self._gradients
+        return {
+            (stage, microbatch): [arrival]
+            for (source, stage, microbatch), arrival in waiting.items()
+            if self.rank_of[source] != self.transport.rank
+        }
 
     def size_of(self, action: Action) -> int | None:
         """The bytes that will arrive, if that is known."""

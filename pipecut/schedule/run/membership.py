@@ -38,6 +38,21 @@ def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: boo
         )
 
 
+class CompiledStageError(InputError, RuntimeError):
+    """A compiled stage in a schedule that would gain nothing from it. It is a RuntimeError too, as with the peer."""
+
+
+def refuse_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
+    """Refuse stages that are compiled as a whole, for a schedule that lives from weight gradients computed later."""
+    for stage in stages:
+        if type(getattr(stage, "submod", None)).__name__ == "OptimizedModule":
+            raise CompiledStageError(
+                f"{schedule} is not supported with a stage that torch.compile made one piece of: its weight gradients "
+                "come along with those of its inputs, and cannot be left for idle time. Compile the blocks inside the "
+                "stage, or use a schedule with full backwards, such as 1F1B or Interleaved1F1B"
+            )
+
+
 def _splits_backward(plan: Plan) -> bool:
     leaves = (leaf for row in plan.actions for action in row if action is not None for leaf in action.leaves)
     return any(leaf.op is Op.BACKWARD_INPUT for leaf in leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from .failure import END
 from .header import MEAN_LOSS
 from .losses import NUMBERS, Losses, mean_from
 from .objective import Objective
+from .peer_surface import PeerSurface, is_complete
 from .random_numbers import checked_kind, with_states
 from .results import merged
 from .runner import Runner
@@ -33,7 +35,7 @@ from .tie import ties_of_pipe
 from .weighing import LossWeight, weighing_of
 
 
-class PipelineSchedule:
+class PipelineSchedule(PeerSurface):
     """Trains and evaluates stages by a plan.
 
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
@@ -89,7 +91,7 @@ class PipelineSchedule:
     def __init__(
         self,
         stages: Sequence[PipelineStage],
-        plan: Plan,
+        plan: Plan | None,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
@@ -101,34 +103,69 @@ class PipelineSchedule:
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
+        n_microbatches: int = 1,
     ) -> None:
         self.stages = list(stages)
         self.loss_fn = loss_fn
         self.scale_grads = scale_grads
         self.check_loss = check_loss
-        self.info: PipeInfo | None = self.stages[0].pipe_info
-        declared = declared_ties(ties, self.stages)
-        self.ties = declared if self.info is None else ties_of_pipe(self.info)
-        dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
+        self.info: PipeInfo | None = getattr(self.stages[0], "pipe_info", None)
         self.random_numbers = checked_kind(random_numbers)
-        self.plan = plan.with_dataflow(with_states(dataflow, random_numbers)).validate()
-        seeds = None if random_numbers == "per_process" else StepSeeds()
-        self.n_microbatches = plan.microbatches
+        self.n_microbatches = n_microbatches if plan is None else plan.microbatches
+        self._given_ties = ties
+        self._timeout = timedelta(seconds=timeout)
         self._merge_spec = output_merge_spec
-        self._connection = Connection(self.stages, self.plan, timedelta(seconds=timeout))
-        self.in_process = self._connection.in_process
+        self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
         self._objective = Objective(loss_fn)
-        self._weighing = weighing_of(loss_weight, self._objective, self.info, scale_grads)
-        specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
-        self._batches = BatchMaker(
-            self.plan, self.info, self.stages, specs, self._connection, self._objective, self._weighing, seeds
-        )
-        self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
+        self._loss_weight = loss_weight
+        self._seeds = None if random_numbers == "per_process" else StepSeeds()
+        self._begin_surface()
+        if plan is not None:
+            self._set_ranks(dict(enumerate(plan.placement.rank_of)))
+            self.plan = plan
+            self.pp_group_size = plan.ranks
+            if all(map(is_complete, self.stages)):
+                self._use(plan)
         self._runners: dict[bool, Runner] = {}
         self._last_runner: Runner | None = None
         self._custom: dict[Op, CustomFunction] = {}
         self._losses = Losses()
         self.tracing = False  # whether the times of actions are taken down
+
+    def _use(self, plan: Plan) -> None:
+        """Get ready to run a plan: the first one, or another than before."""
+        declared = declared_ties(self._given_ties, self.stages)
+        self.ties = declared if self.info is None else ties_of_pipe(self.info)
+        dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
+        self.plan = plan.with_dataflow(with_states(dataflow, self.random_numbers)).validate()
+        self._connection = Connection(self.stages, self.plan, self._timeout)
+        self.in_process = self._connection.in_process
+        self._weighing = weighing_of(self._loss_weight, self._objective, self.info, self.scale_grads)
+        self._batches = BatchMaker(
+            self.plan,
+            self.info,
+            self.stages,
+            self._specs,
+            self._connection,
+            self._objective,
+            self._weighing,
+            self._seeds,
+        )
+        self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
+        self._runners = {}
+        self._last_runner = None
+
+    def _use_what_was_set(self) -> None:
+        """Look whether the order of actions was set from outside."""
+        plan = self._set_plan()
+        if plan is not None or not hasattr(self, "_connection"):
+            _refuse_incomplete(self.stages)
+            if plan is None and not hasattr(self, "plan"):
+                raise InputError(
+                    f"{type(self).__name__} has no plan: set pipeline_order to the actions of every rank, or use a "
+                    "schedule that has one, such as ScheduleInterleaved1F1B, or PlannedSchedule"
+                )
+            self._use(self.plan if plan is None else plan)
 
     def step(
         self,
@@ -145,6 +182,7 @@ class PipelineSchedule:
         modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
         forward-only plan it is the same as `eval`.
         """
+        self._use_what_was_set()
         return self._run(
             Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec), losses
         )
@@ -187,6 +225,7 @@ class PipelineSchedule:
         return mean_from(shared)
 
     def _run(self, given: Given, losses: list[Tensor] | None) -> Any:
+        self._use_what_was_set()
         try:
             weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
             options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
@@ -206,6 +245,9 @@ class PipelineSchedule:
         if last is None:
             self._losses = Losses()
             return None
+        for stage in self.stages:
+            if stage.is_last:
+                stage.output_chunks = [last.results[nth] for nth in sorted(last.results)]
         self._losses = Losses(last.losses, last.loss_weights)
         if losses is not None:
             losses[:] = self._losses.in_order()
@@ -230,6 +272,16 @@ class PipelineSchedule:
                 self.scale_grads,
                 custom=self._custom,
                 random_numbers=self.random_numbers,
+                schedule=weakref.ref(self),
             )
             self._runners[training] = parts.runner(plan)
         return self._runners[training]
+
+
+def _refuse_incomplete(stages: Sequence[PipelineStage]) -> None:
+    for stage in stages:
+        if not is_complete(stage):
+            raise InputError(
+                f"a {type(stage).__name__} has no module to run: its __init__ must call that of PipelineStage or "
+                "_PipelineStageBase, which take the submodule, stage_index, num_stages and device"
+            )

@@ -12,6 +12,8 @@ from ...errors import InputError
 from ...stage.stage import PipelineStage
 from ..plan import Plan
 from ..registry import known_name, plan_for
+from .membership import refuse_compiled
+from .peer_surface import is_complete
 from .schedule import PipelineSchedule
 
 
@@ -19,6 +21,7 @@ class _NamedSchedule(PipelineSchedule):
     """A schedule whose plan follows from its name and the sizes."""
 
     schedule_name: ClassVar[str] = ""
+    refuses_compiled: ClassVar[bool] = False  # whether it gains nothing with a stage that is compiled as a whole
 
     def __init__(
         self,
@@ -31,14 +34,25 @@ class _NamedSchedule(PipelineSchedule):
         scale_grads: bool = True,
         *,
         ranks: int | None = None,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
         **options: Any,
     ) -> None:
+        if not backward_requires_autograd:
+            raise InputError(
+                "backward_requires_autograd=False is not known here: register a custom function for your backwards"
+            )
+        if self.refuses_compiled:
+            refuse_compiled(_checked(stages), type(self).__name__)
         plan = self._plan(_checked(stages), n_microbatches, ranks)
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, plan, loss_fn, *specs, scale_grads, **options)
+        super().__init__(stages, plan, loss_fn, *specs, scale_grads, n_microbatches=n_microbatches, **options)
+        self._defer_pp_recv = defer_pp_recv
 
     @classmethod
-    def _plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan:
+    def _plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan | None:
+        if not cls.schedule_name and issubclass(cls, PipelineScheduleMulti):
+            return None  # it sets its order of actions itself
         if not cls.schedule_name:
             raise InputError(
                 f"{cls.__name__} has no plan of its own: use one of {', '.join(CLASSES)}, or PlannedSchedule"
@@ -66,6 +80,8 @@ def _checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
 
 def _ranks_for(stages: Sequence[PipelineStage]) -> int:
     """The size of the process group; without one, as many ranks as leave each one chunk."""
+    if not all(map(is_complete, stages)):
+        return stages[0].group_size
     if dist.is_available() and dist.is_initialized() and len(stages) < stages[0].num_stages:
         return dist.get_world_size(stages[0].group)
     return stages[0].num_stages
@@ -73,6 +89,9 @@ def _ranks_for(stages: Sequence[PipelineStage]) -> int:
 
 class PipelineScheduleSingle(_NamedSchedule):
     """A schedule with one stage on each rank."""
+
+    def _reduces_at_end(self) -> bool:
+        return self.plan.training
 
     def __init__(
         self,
@@ -92,6 +111,10 @@ class PipelineScheduleSingle(_NamedSchedule):
 
 class PipelineScheduleMulti(_NamedSchedule):
     """A schedule with one or more stages on each rank."""
+
+
+class PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule with one or more stages on each rank whose order can be read and written with its messages."""
 
 
 class PlannedSchedule(PipelineSchedule):
@@ -122,49 +145,55 @@ class ScheduleZBH2(PipelineScheduleSingle):
     schedule_name = "ZB-H2"
 
 
-class ScheduleForwardOnly(PipelineScheduleMulti):
+class ScheduleForwardOnly(PipelineScheduleSingle):
     """Forwards only; `step` and `eval` are the same."""
 
     schedule_name = "ForwardOnly"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
     """1F1B with several stages on each rank, in a loop."""
 
     schedule_name = "Interleaved1F1B"
 
 
-class ScheduleLoopedBFS(PipelineScheduleMulti):
+class ScheduleLoopedBFS(PipelineScheduleRuntime):
     """GPipe with several stages on each rank, one stage after the other."""
 
     schedule_name = "LoopedBFS"
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
     """Interleaved 1F1B with weight gradients in its bubbles."""
 
     schedule_name = "InterleavedZeroBubble"
+    refuses_compiled = True
+    use_full_backward = False
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
     """Two stages on each rank, in a V, with weight gradients in the bubbles."""
 
     schedule_name = "ZBVZeroBubble"
+    refuses_compiled = True
+    use_full_backward = False
 
 
-class ScheduleDualPipeV(PipelineScheduleMulti):
+class ScheduleDualPipeV(PipelineScheduleRuntime):
     """Two stages on each rank, in a V, forwards and backwards overlapped."""
 
     schedule_name = "DualPipeV"
+    refuses_compiled = True
+    use_full_backward = False
 
 
-class ScheduleVHalf(PipelineScheduleMulti):
+class ScheduleVHalf(PipelineScheduleRuntime):
     """Two stages on each rank, in a V, with half of the memory of 1F1B."""
 
     schedule_name = "V-Half"
 
 
-class ScheduleVMin(PipelineScheduleMulti):
+class ScheduleVMin(PipelineScheduleRuntime):
     """Two stages on each rank, in a V, with a third of the memory of 1F1B."""
 
     schedule_name = "V-Min"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import InputError
+import torch
+from torch import Tensor
+
+from ...errors import InputError, PipeWarning
 from ...pipe_ir.pipe import PipeInfo
 from .objective import Objective
 
@@ -78,6 +82,31 @@ def weighing_of(
         )
     own: Source = "keywords" if info is None else "arguments"
     return Weighing(loss_weight, "target" if objective.takes_target else own)
+
+
+IGNORED = -100  # what torch's losses, and the models that use them, leave out of their mean
+
+
+def warned_of_uneven_labels(microbatches: Sequence[Mapping[str, Any]]) -> bool:
+    """Warn if labels that do not count are spread unevenly: the mean of the microbatches' means is another loss."""
+    for name, first in microbatches[0].items():
+        if not isinstance(first, Tensor) or first.dtype != torch.int64 or not first.dim():
+            continue
+        labels = [part[name] for part in microbatches]
+        counted = [int((each != IGNORED).sum()) for each in labels]
+        if all(count == each.numel() for count, each in zip(counted, labels, strict=True)):
+            continue
+        shares = {round(count / max(len(each), 1), 9) for count, each in zip(counted, labels, strict=True)}
+        if len(shares) > 1:
+            warnings.warn(
+                f"{name} has {counted} labels that count ({IGNORED} does not) in its microbatches. If the model's loss "
+                "is a mean over them, the loss of the batch is not the mean over samples, by which microbatches are "
+                f"weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {IGNORED}).sum() to the schedule",
+                PipeWarning,
+                stacklevel=2,
+            )
+            return True
+    return False
 
 
 def _number(weight: Any, microbatch: int) -> float:

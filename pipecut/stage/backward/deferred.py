@@ -61,6 +61,15 @@ class Deferred:
     def _note(self, _: object, gradients: Sequence[Tensor | None]) -> None:
         self._gradient = gradients[0]
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """What arrived at the operation."""
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        self._gradient = gradient
+
     def unhook(self) -> None:
         """Listen to the operation no longer."""
         self._handle.remove()

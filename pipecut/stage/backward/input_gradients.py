@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from .deferred import Deferred
 from .engine import Way, accumulate, collect
 from .graph import Graph, groups_of
-from .pending import PendingWeights
+from .pending import PendingWeights, Waiting
 from .starts import Gradients, Receivers, Starts
 
 # Small gradients wait for each other up to this size, for each call of autograd's engine takes time. Large ones go at
@@ -39,12 +39,34 @@ def defer_weights(
     received = _own_gradients(receivers, found, starts.gradients)
     gradients = tuple(received.get(index) for index in range(len(inputs)))
     ways: list[Way] = []
-    held: list[Tensor] = []
+    held: list[Tensor | None] = []
     for parameter, gradient in zip(graph.parameters, found[len(receivers) :], strict=True):
         if gradient is not None:
             ways.append(parameter)
             held.append(gradient)
-    return gradients, PendingWeights(functools.partial(_finish, ways, held, groups_of(graph.cuts)))
+    groups = groups_of(graph.cuts)
+    finish = functools.partial(_finish, ways, held, groups)
+    return gradients, PendingWeights(finish, functools.partial(_waiting, held, groups))
+
+
+class _Held:
+    """A gradient of a parameter that is there already, at its place in a list."""
+
+    def __init__(self, gradients: list[Tensor | None], place: int) -> None:
+        self._gradients = gradients
+        self._place = place
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self._gradients[self._place]
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        self._gradients[self._place] = gradient
+
+
+def _waiting(held: list[Tensor | None], groups: list[list[Deferred]]) -> list[Waiting]:
+    return [*(deferred for group in groups for deferred in group), *(_Held(held, at) for at in range(len(held)))]
 
 
 def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -77,12 +99,16 @@ def _silent(parameters: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before | since)
 
 
-def _finish(ways: list[Way], gradients: list[Tensor], groups: list[list[Deferred]]) -> None:
+def _finish(ways: list[Way], held: list[Tensor | None], groups: list[list[Deferred]]) -> None:
     """Compute what was put off, and let autograd add it, and the gradients that were held, to `.grad`, hooks and all.
 
     Autograd must sum what a group of gradients has in common before it calls a hook: it gets each group at once.
     """
     waiting = 0
+    gradients = [gradient for gradient in held if gradient is not None]
+    if len(gradients) < len(held):
+        ways = [way for way, gradient in zip(ways, held, strict=True) if gradient is not None]
+    held.clear()
     while groups:
         for deferred in groups.pop():
             for way, gradient in deferred.compute():

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from ...errors import InputError
+
+
+class Waiting(Protocol):
+    """One of the things that wait for `weight_backward`; the gradient that it begins with may be exchanged."""
+
+    gradient: Tensor | None
 
 
 class PendingWeights:
     """What `input_backward` left for `weight_backward`; it can be used once."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_finish", "_waiting")
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], waiting: Callable[[], Sequence[Waiting]] | None = None) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._waiting = waiting
+
+    def waiting(self) -> Sequence[Waiting]:
+        """What waits, as far as it can be told apart."""
+        return () if self._waiting is None else self._waiting()
 
     @property
     def done(self) -> bool:
@@ -23,6 +37,7 @@ class PendingWeights:
     def take(self) -> Callable[[], None]:
         """The work to do; all that it needs is released with it."""
         finish, self._finish = self._finish, None
+        self._waiting = None
         if finish is None:
             raise InputError(
                 "the weight gradients of this microbatch were added already: "

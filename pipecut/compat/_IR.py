@@ -1,0 +1,128 @@
+"""torch.distributed.pipelining._IR over pipecut's pipes."""  # noqa: N999 (the peer's name)
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from .. import api
+from ..pipe import Pipe as OwnPipe
+from ..pipe_ir.marker import pipe_split
+from ..split import SplitPoint, SplitPolicy
+from .replaced import replaced
+
+__all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
+
+PP_SUBMOD_PREFIX = "submod_pp"
+
+
+class Pipe(OwnPipe):
+    """A cut model whose call returns a tuple, and takes what was traced by keyword by position too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = self.traced.call.signature.parameters.values()
+        if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+            places = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in parameters)
+            named = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+            kwargs = dict(zip(named, args[places:], strict=False)) | kwargs
+            args = args[:places]
+        result = super().__call__(*args, **kwargs)
+        return result if isinstance(result, tuple) else (result,)
+
+    forward = __call__
+
+    def print_readable(self) -> None:  # type: ignore[override]
+        """Print the code that was generated for each stage."""
+        super().print_readable()
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: SplitPolicy | None = None,
+    ) -> Pipe:
+        """The model, cut at its marks or where a policy puts them."""
+        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+) -> Pipe:
+    """Cut a model into stages; see pipecut.pipeline.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> type(pipeline(model, (torch.ones(3, 2),), split_spec={"1": SplitPoint.BEGINNING})(torch.ones(3, 2)))
+    <class 'tuple'>
+    """
+    pipe = Pipe.of(api.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+    assert isinstance(pipe, Pipe)
+    return pipe
+
+
+def get_submod_name(stage_idx: int) -> str:
+    """The name that the peer gives to a stage's module."""
+    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+
+
+class MultiUseParameterConfig(Enum):
+    """How the peer treats a parameter of several stages; here it is one parameter, whose gradients are summed."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+class PipeSequential(nn.Sequential):
+    """A Sequential with a mark between any two of its modules."""
+
+    @staticmethod
+    def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
+        """The same modules."""
+        return PipeSequential(*sequential_instance)
+
+    def forward(self, input: Any) -> Any:
+        for place, module in enumerate(self):
+            if place:
+                pipe_split()
+            input = module(input)
+        return input
+
+
+class LossWrapper(nn.Module):
+    """A model and its loss in one."""
+
+    def __init__(self, module: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("derive from LossWrapper and define forward(), or pass loss_fn= to the schedule")
+
+
+class TrivialLossWrapper(LossWrapper):
+    """The loss of the output and the targets."""
+
+    loss_spec = True
+
+    def forward(self, x: Any, targets: Any) -> Any:
+        return self.loss_fn(self.module(x), targets)
+
+
+_IN_PLACE = "pass split_spec= to pipeline(), which leaves the model as it is"
+_STAGES = "a stage is an nn.Module with generated code; see pipe.get_stage_module() and pipe.print_readable()"
+annotate_split_points = replaced("annotate_split_points", _IN_PLACE)
+PipeSplitWrapper = replaced("PipeSplitWrapper", _IN_PLACE)
+DetachExecutor = replaced("DetachExecutor", _STAGES)
+_LinearNodeList = replaced("_LinearNodeList", _STAGES)
+_NodeReference = replaced("_NodeReference", _STAGES)
+_insert_stage_symbolic_backward = replaced("_insert_stage_symbolic_backward", "backwards are run by the schedule")
+_modify_graph_op_device = replaced("_modify_graph_op_device", "pipe.to(device) and stages move the devices in them too")

@@ -1,0 +1,31 @@
+"""python -m pipecut.compat script.py args...: run a script, or -m module, with pipecut in the peer's place."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from .installing import install
+
+USAGE = "usage: python -m pipecut.compat [-m module | script.py] [arguments...]"
+
+
+def main(arguments: list[str]) -> None:
+    """Run what the arguments name, as Python would."""
+    if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
+        raise SystemExit(USAGE)
+    install()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    script = arguments[0]
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""torch.distributed.pipelining._schedule_visualizer over pipecut's plans and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import InputError
+from ..schedule import render
+from ..schedule.action import Op
+from ..schedule.lower import add_bubbles, drop_bubbles
+from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer
+from ..schedule.plan import Plan
+from ..schedule.run.schedule import PipelineSchedule
+from ..schedule.run.schedules import PipelineScheduleSingle
+from .schedules import get_schedule_class
+from .stage import _PipelineStageBase
+
+Chunks: TypeAlias = int | None  # the stages of each rank; None for as many as the schedule is made for
+
+
+class OpKey(NamedTuple):
+    """What tells an action from others."""
+
+    stage_index: int
+    computation_type: Op
+    microbatch_index: int | None
+
+
+class _OnPaper(_PipelineStageBase):
+    """A stage that is only counted."""
+
+    def __init__(self, stage_index: int, num_stages: int, group_rank: int, group_size: int) -> None:
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.group_rank, self.group_size, self.group = group_rank, group_size, None
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def get_schedule_ops(
+    schedule: str | type[PipelineSchedule],
+    pp_degree: int,
+    num_microbatches: int,
+    num_stages_per_rank: Chunks = None,
+    add_spacing: bool = False,
+    with_comms: bool = False,
+    defer_pp_recv: bool = False,
+) -> list[PeerRow]:
+    """The actions of every rank in a schedule, made without a model or a process group.
+
+    >>> get_schedule_ops("GPipe", 2, 1, add_spacing=True)
+    [[0F0, None, None, 0B0], [None, 1F0, 1B0, None]]
+    """
+    if add_spacing and with_comms:
+        raise ValueError("Cannot add spacing and view comms at the same time: choose one of the two")
+    kind = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    single = issubclass(kind, PipelineScheduleSingle)
+    chunks = num_stages_per_rank if num_stages_per_rank is not None else 1 if single else 2
+    if single and chunks != 1:
+        raise AssertionError(f"Expected num_stages_per_rank to be 1, got {chunks}")
+    total = chunks * pp_degree
+    stages = [_OnPaper(chunk * pp_degree, total, 0, pp_degree) for chunk in range(chunks)]
+    made: Any = kind(stages[0] if single else stages, num_microbatches)  # type: ignore[arg-type]
+    made._defer_pp_recv = defer_pp_recv
+    order: PeerOrder = made.pipeline_order_with_comms if with_comms else made.pipeline_order
+    if not order:
+        raise InputError(f"{kind.__name__} has no order of actions: use a schedule that sets pipeline_order")
+    rows = [order[rank] for rank in sorted(order)]
+    return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+def add_schedule_op_spacing(schedule: Sequence[Iterable[PeerAction | None]]) -> list[PeerRow]:
+    """The actions with a None wherever a rank waits, if each takes one step."""
+    rows = order_from_peer(dict(enumerate(schedule)))
+    computed = {rank: [action for action in row if action is None or action.is_compute] for rank, row in rows.items()}
+    spaced = order_as_peer(add_bubbles(drop_bubbles(Plan.from_actions(computed))).actions)
+    return [spaced[rank] for rank in sorted(spaced)]
+
+
+def visualize_schedule(schedule: Sequence[Iterable[PeerAction | None]], filename: str | None = None) -> None:
+    """Draw the actions of every rank: in a file as SVG, or else here as text."""
+    plan = Plan.from_actions(order_from_peer(dict(enumerate(schedule))))
+    if filename is None:
+        print(plan.grid())
+    else:
+        render.svg(plan, filename)

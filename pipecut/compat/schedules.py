@@ -1,0 +1,175 @@
+"""torch.distributed.pipelining.schedules over pipecut's schedules and plans."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, PlanError
+from ..schedule import peer_passes
+from ..schedule.action import Op
+from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
+from ..schedule.run import schedules as own
+from ..schedule.run.custom import ActionContext
+from ..schedule.run.membership import refuse_compiled
+from ..schedule.run.schedule import PipelineSchedule
+from ..stage.stage import PipelineStage
+from .microbatch import TensorChunkSpec
+
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+]
+
+_Action = PeerAction
+_ComputationType = Op
+FORWARD = F = Op.FORWARD
+BACKWARD_INPUT = I = Op.BACKWARD_INPUT  # noqa: E741 (the peer's name)
+BACKWARD_WEIGHT = W = Op.BACKWARD_WEIGHT
+FULL_BACKWARD = B = Op.FULL_BACKWARD
+OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD = Op.OVERLAP_F_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD
+SEND_F, RECV_F, SEND_B, RECV_B = Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B
+_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+
+_PipelineSchedule = PipelineSchedule
+PipelineScheduleSingle = own.PipelineScheduleSingle
+PipelineScheduleMulti = own.PipelineScheduleMulti
+_PipelineScheduleRuntime = own.PipelineScheduleRuntime
+ScheduleGPipe = own.ScheduleGPipe
+Schedule1F1B = own.Schedule1F1B
+ScheduleInterleaved1F1B = own.ScheduleInterleaved1F1B
+ScheduleLoopedBFS = own.ScheduleLoopedBFS
+ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
+ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
+ScheduleDualPipeV = own.ScheduleDualPipeV
+_ScheduleForwardOnly = own.ScheduleForwardOnly
+
+_Order = Mapping[int, Iterable["PeerAction | None"]]
+_RankOf = Callable[[int], int]
+
+
+@dataclass
+class _PipelineContext(ABC):
+    """What a custom function gets besides the action; in a step it is pipecut's ActionContext."""
+
+    schedule_ref: PipelineSchedule
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+
+_PipelineContext.register(ActionContext)
+
+
+class _CustomFunctionProtocol(Protocol):
+    def __call__(self, action: PeerAction, ctx: _PipelineContext) -> None: ...
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule, by its name in any case."""
+    try:
+        return own.get_schedule_class(schedule_name)
+    except PlanError as error:
+        raise ValueError(f"Unknown schedule name '{schedule_name}'. {error}") from None
+
+
+def _add_unshard_reshard(compute_actions: Iterable[PeerAction | None], max_active_stages: int = 3) -> PeerRow:
+    return peer_passes.unshard_reshard(compute_actions, max_active_stages)
+
+
+def _add_reduce_grad(actions: Iterable[PeerAction | None], n_microbatches: int) -> PeerRow:
+    return peer_passes.reduce_grad(actions, n_microbatches)
+
+
+def _merge_bw(compute_actions: Iterable[PeerAction | None]) -> PeerRow:
+    return peer_passes.merge_bw(compute_actions)
+
+
+def _add_send_recv(compute_actions: _Order, stage_to_rank: _RankOf, num_stages: int) -> PeerOrder:
+    return peer_passes.send_recv(compute_actions, stage_to_rank, num_stages)
+
+
+def _defer_recv_ops(actions: _Order, stage_to_rank: _RankOf) -> PeerOrder:
+    return peer_passes.defer_recv_ops(actions, stage_to_rank)
+
+
+def _simulate_comms_compute(pipeline_order: _Order, stage_to_rank: _RankOf, num_stages: int) -> PeerOrder:
+    return peer_passes.simulate(pipeline_order, stage_to_rank, num_stages)
+
+
+def _validate_schedule(actions: _Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
+    return peer_passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
+
+
+def _format_pipeline_order(pipeline_order: _Order, error_step_number: int | None = None) -> str:
+    return peer_passes.format_order(pipeline_order, error_step_number)
+
+
+def _requires_reduce_grad(action_type: Op) -> bool:
+    return action_type in (Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
+
+
+def _get_profiler_function_name(action: PeerAction) -> str:
+    return f"PP:{action}"
+
+
+def _check_torch_compile_compatibility(stages: list[PipelineStage], schedule_name: str) -> None:
+    refuse_compiled(stages, schedule_name)
+
+
+def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    """Begin transfers: sends only, or receives only, one by one; both in one batch, which cannot deadlock."""
+    kinds = {op.op for op in p2p_ops}
+    if not p2p_ops:
+        return []
+    if len(kinds) > 1:
+        return list(dist.batch_isend_irecv(p2p_ops))
+    return [work for op in p2p_ops if (work := _begin(op)) is not None]
+
+
+def _begin(op: dist.P2POp) -> dist.Work | None:
+    if op.op in (dist.isend, torch.distributed.distributed_c10d.isend):
+        return dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
+    return dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
+
+
+def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
+    """Begin transfers, those with one peer together, in the order of peers; the works by peer."""
+    peers = sorted({op.peer for op in p2p_ops})
+    return {peer: _batch_p2p([op for op in p2p_ops if op.peer == peer], desc) for peer in peers}
+
+
+def _wait_batch_p2p(work: Iterable[Any]) -> None:
+    for each in work:
+        each.wait()
+
+
+def _dump_chrometrace(schedule: _Order, filename: str) -> None:
+    """Write an order as a Chrome trace in which every action takes one unit."""
+    kinds = {True: "computation", False: "communication"}
+    events: list[dict[str, Any]] = [
+        {"name": str(action), "cat": kinds[action.is_compute_op], "ph": "X", "ts": step, "dur": 1}
+        | {"pid": rank, "tid": kinds[action.is_compute_op]}
+        for rank in sorted(schedule)
+        for step, action in enumerate(schedule[rank])
+        if action is not None
+    ]
+    if not isinstance(filename, str):
+        raise InputError(f"_dump_chrometrace() takes the name of a file, got {filename!r}")
+    with open(filename, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events}, file)

@@ -1,0 +1,182 @@
+"""What the peer knows of tensors and stages, as values: for code that reads or makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import PipeError
+from ..stage.microbatch.distributed_tensor import is_distributed
+
+MeshKey: TypeAlias = tuple[Any, Any]
+Strides: TypeAlias = tuple[int, ...]
+
+
+class PipeliningMetadataError(PipeError, RuntimeError):
+    """Tensors are not what was said of them."""
+
+
+@dataclass(frozen=True)
+class _TensorMeta:
+    """Shape, layout and dtype of a tensor."""
+
+    shape: torch.Size
+    stride: Strides
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> _TensorMeta:
+        return _TensorMeta(tensor.shape, tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def to_tensor(self, device: torch.device | str) -> Tensor:
+        """A tensor like that, whose values mean nothing."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+    def as_gradient(self) -> _TensorMeta:
+        """What is known of its gradient."""
+        return dataclasses.replace(self, requires_grad=False)
+
+    def get_diff(self, other: _TensorMeta) -> list[str]:
+        """In what another one differs; whether it needs a gradient does not count."""
+        return self._differences(other, ("shape", "stride", "dtype"))
+
+    def _differences(self, other: _TensorMeta, names: Iterable[str]) -> list[str]:
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} mismatch: {mine} vs {its}" for name, mine, its in pairs if mine != its]
+
+
+@dataclass(frozen=True)
+class _DTensorMeta(_TensorMeta):
+    """The same of a DTensor: of the shard of this rank, and of the whole."""
+
+    global_shape: torch.Size = dataclasses.field(default_factory=torch.Size)
+    global_stride: Strides = ()
+    placements: tuple[Any, ...] = ()
+    mesh_dim_names: tuple[str, ...] | None = None
+    mesh_layout: Any = None
+
+    @staticmethod
+    def from_dtensor(dtensor: Any) -> _DTensorMeta:
+        local, mesh = dtensor.to_local(), dtensor.device_mesh
+        return _DTensorMeta(
+            local.shape,
+            tuple(local.stride()),
+            dtensor.dtype,
+            dtensor.requires_grad,
+            dtensor.shape,
+            tuple(dtensor.stride()),
+            tuple(dtensor.placements),
+            mesh.mesh_dim_names,
+            getattr(mesh, "_layout", None),
+        )
+
+    @property
+    def mesh_cache_key(self) -> MeshKey:
+        """What a mesh is found by."""
+        return (self.mesh_dim_names, self.mesh_layout)
+
+    def to_dtensor(self, device: torch.device | str, mesh: Any) -> Any:
+        """A DTensor like that, whose values mean nothing."""
+        from torch.distributed.tensor import DTensor
+
+        local = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        made = DTensor.from_local(
+            local, mesh, self.placements, shape=self.global_shape, stride=self.global_stride, run_check=False
+        )
+        return made.requires_grad_(self.requires_grad)
+
+    def get_diff(self, other: _TensorMeta) -> list[str]:
+        if not isinstance(other, _DTensorMeta):
+            return [f"type: _DTensorMeta vs {type(other).__name__}"]
+        names = ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout")
+        return super().get_diff(other) + self._differences(other, names)
+
+
+TensorMeta: TypeAlias = _TensorMeta
+Metas: TypeAlias = tuple["_TensorMeta | None", ...]
+
+
+@dataclass
+class _StageMeta:
+    """What is known of the tensors of a stage."""
+
+    inputs: Metas | None = None
+    outputs: Metas | None = None
+    input_grads: Metas | None = None
+    output_grads: Metas | None = None
+
+    def has_any(self) -> bool:
+        return any(metas is not None for metas in self._all())
+
+    def has_dtensors(self) -> bool:
+        return any(isinstance(meta, _DTensorMeta) for metas in self._all() for meta in metas or ())
+
+    def is_complete_for_forward(self) -> bool:
+        return self.inputs is not None and self.outputs is not None
+
+    def _all(self) -> tuple[Metas | None, ...]:
+        return (self.inputs, self.outputs, self.input_grads, self.output_grads)
+
+
+@dataclass(frozen=True)
+class _StageForwardMeta:
+    forward_metas: Metas
+
+
+@dataclass(frozen=True)
+class _StageBackwardMeta:
+    backward_metas: Metas
+
+
+class InferenceMode(Enum):
+    """Whether what is known of a stage was given, or is found out in the first step."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+    @classmethod
+    def needs_dynamic(cls, meta: _StageMeta, stage_has_backward: bool) -> bool:
+        """Whether something must be found out: the gradients of DTensors do not follow from the values."""
+        without_gradients = meta.input_grads is None or meta.output_grads is None
+        unknown_gradients = stage_has_backward and meta.has_dtensors() and without_gradients
+        return unknown_gradients or not meta.is_complete_for_forward()
+
+
+class _MeshCache:
+    """Device meshes by the names of their dims and their layout."""
+
+    def __init__(self, get_mesh_cb: Callable[..., Any] | None = None) -> None:
+        self._get_mesh = get_mesh_cb
+        self._meshes: dict[MeshKey, Any] = {}
+
+    def __contains__(self, key: MeshKey) -> bool:
+        return key in self._meshes
+
+    def __len__(self) -> int:
+        return len(self._meshes)
+
+    def put(self, key: MeshKey, mesh: Any) -> None:
+        self._meshes[key] = mesh
+
+    def get_mesh(self, key: MeshKey) -> Any:
+        if key not in self._meshes:
+            if self._get_mesh is None:
+                raise PipeliningMetadataError(
+                    f"no mesh with dims {key[0]} and layout {key[1]} is known: pass get_mesh= to the stage, a function "
+                    "of the two that returns it"
+                )
+            self._meshes[key] = self._get_mesh(*key)
+        return self._meshes[key]
+
+    def update_from_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
+        for tensor in tensors:
+            if is_distributed(tensor):
+                self.put(_DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)

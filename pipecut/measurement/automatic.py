@@ -1,0 +1,68 @@
+"""What pipeline(num_stages=...) does: a chain with analytic or measured times, balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import SplitError
+from ..pipe_ir.traced import TracedModel
+from ..split.automatic import balanced_cut, same_cuts, warn_of_a_giant
+from ..split.chain import Chain, chain_of
+from ..split.points import SplitPlan
+from .chain import measured_chain
+
+CostName = Literal["analytic", "measured"]
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """How stages are to be balanced."""
+
+    cost: CostName = "analytic"
+    speeds: Sequence[float] | None = None
+    memory_limit: float | Sequence[float] | None = None
+
+    def check(self, num_stages: int | None) -> None:
+        """Refuse what cannot be meant, before anything is traced."""
+        if self.cost not in ("analytic", "measured"):
+            raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
+        given = {"speeds": self.speeds, "memory_limit": self.memory_limit}
+        given["cost"] = None if self.cost == "analytic" else self.cost  # type: ignore[assignment]
+        named = [name for name, value in given.items() if value is not None]
+        if named and num_stages is None:
+            raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
+
+
+class AutomaticCuts:
+    """Finds the cuts of one model; in a second trace of it they are the same."""
+
+    def __init__(
+        self, num_stages: int, balancing: Balancing, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self.num_stages, self.balancing = num_stages, balancing
+        self._args, self._kwargs = args, kwargs
+        self._found: SplitPlan | None = None
+
+    def plan(self, traced: TracedModel) -> SplitPlan:
+        """Where to cut a trace."""
+        again = same_cuts(traced, self._found) if self._found is not None else None
+        if again is not None:
+            return again
+        found = balanced_cut(
+            self._chain(traced),
+            self.num_stages,
+            speeds=self.balancing.speeds,
+            memory_limit=self.balancing.memory_limit,
+            in_flight=lambda stage: self.num_stages - stage,
+        )
+        warn_of_a_giant(found)
+        self._found = found.plan
+        return found.plan
+
+    def _chain(self, traced: TracedModel) -> Chain:
+        chain = chain_of(traced)
+        if self.balancing.cost == "analytic":
+            return chain
+        return measured_chain(chain, self._args, self._kwargs, stages=self.num_stages)

@@ -1,0 +1,1 @@
+"""Cut, schedule, size of microbatches and recomputation, searched together."""

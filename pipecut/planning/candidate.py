@@ -1,0 +1,100 @@
+"""One choice, cut and simulated: how long a step takes, and how much memory each rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..schedule.costs import Costs
+from ..schedule.link import Link
+from ..schedule.plan import Plan
+from ..schedule.report import Report
+from ..schedule.simulate import simulate
+from ..split.automatic import BalancedCut, balanced_cut
+from ..split.chain import Chain, StageCost
+from .choices import Choice, in_flight
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What comes of a choice. `kept` and `activations` are bytes by rank: those that stay, and those in flight."""
+
+    choice: Choice
+    cut: BalancedCut
+    report: Report
+    kept: tuple[float, ...]
+    searched: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.report.plan
+
+    @property
+    def step_time(self) -> float:
+        """Seconds."""
+        return self.report.makespan
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """The most that each rank needs, in bytes."""
+        return tuple(kept + flying for kept, flying in zip(self.kept, self.report.peak_memory, strict=True))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Where it is cut, in words."""
+        return tuple(cut.label for cut in self.cut.plan.cuts)
+
+    def with_plan(self, plan: Plan) -> Candidate:
+        """The same cut under another plan."""
+        return replace(self, report=simulate(plan, self.report.costs), searched=True)
+
+
+def make_candidate(
+    choice: Choice, chain: Chain, ranks: int, speeds: Sequence[float] | None, limit: float | None
+) -> Candidate:
+    """Cut for a choice, and simulate. The chain has the costs of one microbatch of its size."""
+    plan = choice.plan(ranks)
+    flying = in_flight(plan)
+    seen = _recomputing(chain) if choice.recompute else chain
+    cut = balanced_cut(seen, list(plan.placement.rank_of), speeds=speeds, memory_limit=limit, in_flight=flying)
+    stages = cut.chain.stage_costs(cut.balance.cuts)
+    speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
+    costs = costs_of(stages, speed_of, chain)
+    kept = [0.0] * ranks
+    for rank, stage_numbers in enumerate(plan.placement.stages_of):
+        held = sum(flying[stage] * stages[stage].saved_bytes for stage in stage_numbers)
+        kept[rank] = max(0.0, cut.balance.memory[rank] - held)
+        if choice.recompute:  # while one microbatch goes backward, its activations are all there
+            kept[rank] += max(_activations(chain, cut)[stage] for stage in stage_numbers)
+    return Candidate(choice, cut, simulate(plan, costs), tuple(kept))
+
+
+def _activations(chain: Chain, cut: BalancedCut) -> list[float]:
+    """The bytes that each stage of a cut keeps if nothing is computed again."""
+    numbers = {place.cut.tick: number for number, place in enumerate(chain.places, 1)}
+    again = chain.stage_costs([numbers[each.tick] for each in cut.plan.cuts])
+    return [stage.saved_bytes for stage in again]
+
+
+def costs_of(stages: Sequence[StageCost], speeds: Sequence[float], chain: Chain) -> Costs:
+    """The costs of stages as the simulator takes them: seconds and bytes."""
+    machine = chain.machine
+    return Costs(
+        forward=[stage.times.forward / speed for stage, speed in zip(stages, speeds, strict=True)],
+        backward_input=[stage.times.backward_input / speed for stage, speed in zip(stages, speeds, strict=True)],
+        backward_weight=[stage.times.backward_weight / speed for stage, speed in zip(stages, speeds, strict=True)],
+        transfer=Link(machine.link_latency, machine.link_bandwidth),
+        message_bytes={(index, index + 1): stage.sent for index, stage in enumerate(stages[:-1])},
+        memory_forward=[stage.saved_bytes for stage in stages],
+        memory_backward_input=0.0,
+        memory_backward_weight=[-stage.saved_bytes for stage in stages],
+    )
+
+
+def _recomputing(chain: Chain) -> Chain:
+    """Each block keeps what it receives, and runs its forward again before its backward."""
+    received = [0.0, *(place.sent for place in chain.places)]
+    times = [replace(each, backward_input=each.backward_input + each.forward) for each in chain.times]
+    shared = tuple(replace(item, saved=0.0) for item in chain.shared)
+    kept = tuple(min(own, came) if own else 0.0 for own, came in zip(chain.saved, received, strict=True))
+    return replace(chain, times=tuple(times), saved=kept, shared=shared)

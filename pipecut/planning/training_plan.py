@@ -1,0 +1,144 @@
+"""TrainingPlan: what was chosen, what it is foretold to take, and why the others lost; saved, loaded, built."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..pipe import Pipe
+from ..schedule.plan import Plan
+from ..schedule.report import Report
+from ..schedule.run.schedules import PlannedSchedule
+from .candidate import Candidate
+from .checkpointed import checkpoint_stage
+from .choices import Choice
+from .cut_again import cut_at_labels
+from .plan_table import plan_table
+
+Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Something else that was tried, and why it lost."""
+
+    choice: Choice
+    step_time: float | None
+    bubble: float | None
+    memory: tuple[float, ...] | None
+    reason: str
+
+    @classmethod
+    def of(cls, candidate: Candidate, reason: str) -> Alternative:
+        """A candidate that was not chosen."""
+        bubble = candidate.report.bubble_rate_makespan
+        return cls(candidate.choice, candidate.step_time, bubble, candidate.memory, reason)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How to train a model on ranks. `report` is the simulated step, in seconds and bytes; `memory` the bytes of ranks.
+
+    Print it for a table. `source` is the model and the example inputs, which a file does not hold.
+    """
+
+    model_name: str
+    fingerprint: str
+    batch: int
+    microbatch: int
+    recompute: bool
+    cuts: tuple[str, ...]
+    report: Report
+    memory: tuple[float, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    source: Source | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def schedule_plan(self) -> Plan:
+        """When things run."""
+        return self.report.plan
+
+    @property
+    def ranks(self) -> int:
+        return self.report.plan.ranks
+
+    @property
+    def microbatches(self) -> int:
+        return self.report.plan.microbatches
+
+    @property
+    def step_time(self) -> float:
+        """The predicted seconds of a step."""
+        return self.report.makespan
+
+    def pipe(self, model: nn.Module | None = None) -> Pipe:
+        """The model, cut as planned."""
+        given, args, kwargs = self._source(model)
+        return cut_at_labels(given, args, kwargs, self.cuts)
+
+    def build(
+        self,
+        rank: int | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        model: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> PlannedSchedule:
+        """The schedule of a rank with its stages; without a rank, that of all ranks in this process.
+
+        `options` go to the schedule.
+        """
+        pipe = self.pipe(model)
+        if rank is not None and not 0 <= rank < self.ranks:
+            raise InputError(f"rank {rank} is not one of the plan's ranks, 0 to {self.ranks - 1}")
+        held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
+        stages = [pipe.build_stage(index, device, group) for index in held]
+        if self.recompute:
+            for stage in stages:
+                checkpoint_stage(stage)
+        return PlannedSchedule(stages, self.schedule_plan, loss_fn, **options)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON; the model and the inputs stay outside."""
+        from .plan_file import write_plan
+
+        write_plan(self, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: nn.Module, inputs: tuple[Any, ...] | Tensor, kwargs: dict[str, Any] | None = None
+    ) -> TrainingPlan:
+        """Read what `save` wrote, for the model that it was made for."""
+        from .plan_file import read_plan
+
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        return read_plan(Path(path), (model, args, dict(kwargs or {})))
+
+    def _source(self, model: nn.Module | None) -> Source:
+        assert self.source is not None  # by construction: plan() and load() both know the model
+        given = self.source[0] if model is None else model
+        if fingerprint(given) != self.fingerprint:
+            raise InputError(
+                f"this plan was made for a {self.model_name} with other parameters than this {type(given).__name__} "
+                "has: make a plan for it with pipecut.plan()"
+            )
+        return (given, *self.source[1:])
+
+    def __str__(self) -> str:
+        return plan_table(self)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What tells one architecture from another: names, shapes and dtypes of all parameters."""
+    facts = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in model.named_parameters()]
+    return hashlib.sha256("\n".join([type(model).__name__, *facts]).encode()).hexdigest()[:16]

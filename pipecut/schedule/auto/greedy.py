@@ -1,0 +1,220 @@
+"""A plan made in the order of time: a rank that is free takes the best of what it can do, by a few rules.
+
+A rank never holds more than its limit, and the memory that its oldest microbatch still needs is kept free for it. So
+that microbatch can always go on, on every rank, and the ranks cannot block each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
+from .timing import Timing
+
+NEVER = float("inf")
+NOTHING = -1
+TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a rank does if it has a choice."""
+
+    depth: tuple[float, ...]  # by stage: forwards go first while fewer than these are in flight
+    delay: tuple[int, ...]  # by rank: how many weight gradients may wait
+    beyond: bool = False  # a rank with nothing else to do takes a forward beyond its depth
+    patience: float = 0.0  # the part of a weight gradient by which it may keep what comes next waiting
+    deep_forwards: bool = True  # the forwards of later stages go first
+    deep_inputs: bool = True  # the input gradients of later stages go first
+    joined: bool = False  # every backward in one
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Numbered rows and their times."""
+
+    rows: tuple[Row, ...]
+    timing: Timing
+
+    def is_complete(self, problem: Problem) -> bool:
+        """Whether every pass was placed. Memory that is never freed can keep some from it."""
+        block = problem.stages * problem.microbatches
+        counted = sum(2 if number >= FULL * block else 1 for row in self.rows for number in row)
+        return counted == problem.passes
+
+
+def reserves(problem: Problem, *, joined: bool = False) -> list[list[float]]:
+    """By rank, and by how many forwards of a microbatch are done there: what the rest of it needs at most.
+
+    The first number of a rank is the least limit that it can work with.
+    """
+    growth = problem.growth
+    backward = (FULL,) if joined else (INPUT, WEIGHT)
+    table = []
+    for stages in problem.placement.stages_of:
+        changes = [growth[FORWARD][stage] for stage in stages]
+        changes += [growth[kind][stage] for stage in reversed(stages) for kind in backward]
+        needs = []
+        for done in range(len(stages) + 1):
+            held = most = 0.0
+            for change in changes[done:]:
+                held += change
+                most = max(most, held)
+            needs.append(most)
+        table.append(needs)
+    return table
+
+
+def draft(problem: Problem, rules: Rules) -> Draft:
+    """The rows that the rules lead to. Every rank's limit is at least what one microbatch needs there."""
+    return _Drafting(problem, rules).run()
+
+
+class _Drafting:
+    """The state of all ranks at one moment."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        self.problem, self.rules = problem, rules
+        self.rank_of, self.stages_of = problem.placement.rank_of, problem.placement.stages_of
+        self.count, self.last = problem.microbatches, problem.stages - 1
+        self.backward = FULL if rules.joined else INPUT
+        self.reserve = reserves(problem, joined=rules.joined)
+        # Arrivals in the order of microbatches, which every stage keeps.
+        self.forwards: list[list[float]] = [[] for _ in range(problem.stages)]
+        self.inputs: list[list[float]] = [[] for _ in range(problem.stages)]
+        self.forwards[0] = [0.0] * self.count
+        self.forwards_done = [0] * problem.stages
+        self.inputs_done = [0] * problem.stages
+        self.waiting: list[list[tuple[int, int]]] = [[] for _ in range(problem.ranks)]  # weight gradients
+        self.weights_done = [0] * problem.ranks  # how many of `waiting` are done
+        self.in_flight = [0] * problem.stages
+        self.held = [0.0] * problem.ranks
+        self.freeable = [0.0] * problem.ranks  # by weight gradients that wait
+        self.free = [0.0] * problem.ranks
+        self.starts = [-1.0] * problem.ranks
+        self.rows: tuple[Row, ...] = tuple([] for _ in range(problem.ranks))
+        self.limits = [limit + TOLERANCE * abs(limit) for limit in problem.limits]
+        self.events: list[tuple[float, int]] = []
+        stages_of = self.stages_of
+        self.forward_order = [held[::-1] if rules.deep_forwards else held for held in stages_of]
+        self.input_order = [held[::-1] if rules.deep_inputs else held for held in stages_of]
+
+    def run(self) -> Draft:
+        """Let every rank decide whenever it is free or something arrives."""
+        events, free = self.events, self.free
+        heappush(events, (0.0, 0))
+        while events:
+            now, rank = heappop(events)
+            if free[rank] > now:
+                continue
+            while events and events[0] == (now, rank):
+                heappop(events)
+            self._decide(rank, now)
+        return Draft(self.rows, Timing(tuple(self.starts), tuple(free)))
+
+    def _decide(self, rank: int, now: float) -> None:
+        kind, stage = self._choice(rank, now)
+        if kind == WEIGHT:
+            stage, microbatch = self.waiting[rank][self.weights_done[rank]]
+            self.weights_done[rank] += 1
+            self.freeable[rank] -= self.problem.growth[WEIGHT][stage]
+            self._run(rank, WEIGHT, stage, microbatch, now)
+        elif kind != NOTHING:
+            done = self.forwards_done if kind == FORWARD else self.inputs_done
+            self._run(rank, kind, stage, done[stage], now)
+
+    def _choice(self, rank: int, now: float) -> tuple[int, int]:
+        """The kind and the stage of what a rank does now. A weight gradient is the one that waits longest."""
+        forward, later_forward = self._next_forward(rank, now)
+        gradient, later_gradient = self._next_input(rank, now)
+        rules, held = self.rules, self.held[rank]
+        fits = forward >= 0 and self._fits(rank, forward, held)
+        wanted = forward >= 0 and self.in_flight[forward] < rules.depth[forward]
+        waiting = len(self.waiting[rank]) - self.weights_done[rank]
+        if fits and wanted:
+            return FORWARD, forward
+        if waiting > rules.delay[rank]:
+            return WEIGHT, -1
+        if gradient >= 0 and self._holds(rank, gradient):
+            return self.backward, gradient
+        if waiting and (gradient >= 0 or (wanted and self._fits(rank, forward, held + self.freeable[rank]))):
+            return WEIGHT, -1  # what could run needs its memory
+        if fits and rules.beyond:
+            return FORWARD, forward
+        if waiting:
+            stage, _ = self.waiting[rank][self.weights_done[rank]]
+            soon = min(later_gradient, later_forward)
+            if soon == NEVER or now + self.problem.time[WEIGHT][stage] * (1 - rules.patience) <= soon:
+                return WEIGHT, -1
+        return NOTHING, -1
+
+    def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
+        """The stage of the forward to take now, or -1; and when the next one is known to arrive."""
+        found, soon = -1, NEVER
+        for stage in self.forward_order[rank]:
+            done, arrivals = self.forwards_done[stage], self.forwards[stage]
+            if done < len(arrivals):
+                if arrivals[done] > now:
+                    soon = min(soon, arrivals[done])
+                elif found < 0 or (self._is_wanted(rank, stage) and not self._is_wanted(rank, found)):
+                    found = stage
+        return found, soon
+
+    def _next_input(self, rank: int, now: float) -> tuple[int, float]:
+        found, soon = -1, NEVER
+        for stage in self.input_order[rank]:
+            done, arrivals = self.inputs_done[stage], self.inputs[stage]
+            if done < len(arrivals):
+                if arrivals[done] > now:
+                    soon = min(soon, arrivals[done])
+                elif found < 0 or not self._holds(rank, found):
+                    found = stage
+        return found, soon
+
+    def _is_wanted(self, rank: int, stage: int) -> bool:
+        return self.in_flight[stage] < self.rules.depth[stage] and self._fits(rank, stage, self.held[rank])
+
+    def _fits(self, rank: int, stage: int, held: float) -> bool:
+        """Whether a forward leaves enough for the rank's oldest microbatch."""
+        stages = self.stages_of[rank]
+        oldest = self.inputs_done[stages[0]]
+        done = 0
+        for each in stages:
+            if self.forwards_done[each] <= oldest:
+                break
+            done += 1
+        if self.forwards_done[stage] == oldest:  # it is the oldest one's own: what was kept free is for this
+            return held + self.reserve[rank][done] <= self.limits[rank]
+        return held + self.problem.growth[FORWARD][stage] + self.reserve[rank][done] <= self.limits[rank]
+
+    def _holds(self, rank: int, stage: int) -> bool:
+        growth = self.problem.growth[self.backward][stage]
+        return growth <= 0 or self.held[rank] + growth <= self.limits[rank]
+
+    def _run(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> None:
+        problem, events = self.problem, self.events
+        end = now + problem.time[kind][stage]
+        if self.starts[rank] < 0:
+            self.starts[rank] = now
+        self.rows[rank].append((kind * problem.stages + stage) * self.count + microbatch)
+        self.held[rank] += problem.growth[kind][stage]
+        self.free[rank] = end
+        heappush(events, (end, rank))
+        if kind == FORWARD:
+            self.forwards_done[stage] += 1
+            self.in_flight[stage] += 1
+            if stage == self.last:
+                self.inputs[stage].append(end)
+            else:
+                self.forwards[stage + 1].append(end + problem.down[stage])
+                heappush(events, (end + problem.down[stage], self.rank_of[stage + 1]))
+        elif kind != WEIGHT:
+            self.inputs_done[stage] += 1
+            self.in_flight[stage] -= 1
+            if stage > 0:
+                self.inputs[stage - 1].append(end + problem.up[stage])
+                heappush(events, (end + problem.up[stage], self.rank_of[stage - 1]))
+            if kind == INPUT:
+                self.waiting[rank].append((stage, microbatch))
+                self.freeable[rank] += problem.growth[WEIGHT][stage]

@@ -1,0 +1,138 @@
+"""Single passes of a plan moved to other places in their rank's order, as long as that shortens it."""
+
+from __future__ import annotations
+
+from random import Random
+
+from .budget import Budget
+from .candidate import Candidate, merit
+from .critical import Place, critical_places
+from .greedy import TOLERANCE
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
+from .timing import Clock, Timing
+
+LATE = 30  # a change is kept if it is no worse than what there was so many changes before
+AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
+
+
+def moved(start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random) -> Candidate:
+    """The best of the plans that single moves lead to. The search may go through worse ones."""
+    return _Moving(start, objective, random).run(bound, budget, part)
+
+
+class _Moving:
+    def __init__(self, start: Candidate, objective: str, random: Random) -> None:
+        self.problem, self.objective, self.random = start.problem, objective, random
+        self.clock = Clock(self.problem)
+        self.rows: list[Row] = [list(row) for row in start.rows]
+        self.best = start
+        self.starts = [0.0] * len(self.clock.lasts)
+        self.critical: list[Place] | None = None  # of the rows as they are, once it is asked for
+        self.block = self.problem.stages * self.problem.microbatches  # numbers of one kind
+
+    def run(self, bound: float, budget: Budget, part: float) -> Candidate:
+        """Move passes until the budget ends or the bound is reached."""
+        timing = self.clock.times(self.rows, self.starts)
+        assert timing is not None
+        now = self._cost(timing)
+        history = [now] * LATE
+        goal = bound * (1 + 1e-9)
+        for number in range(budget.timings(self.problem.passes, part)):
+            if budget.is_over() or self.best.merit(self.objective)[0] <= goal:
+                break
+            move = self._move(timing)
+            if move is None:
+                continue
+            rank, came, goes = move
+            row = self.rows[rank]
+            row.insert(goes, row.pop(came))
+            new = self._timed(rank)
+            if new is None or (self._cost(new) > history[number % LATE] and self._cost(new) > now):
+                row.insert(came, row.pop(goes))
+                continue
+            timing, now = new, self._cost(new)
+            self.clock.times(self.rows, self.starts)
+            self.critical = None
+            history[number % LATE] = now
+            if merit(timing, self.objective) < self.best.merit(self.objective):
+                self.best = Candidate("moved passes", self.problem, [list(each) for each in self.rows], timing)
+        return self.best
+
+    def _timed(self, rank: int) -> Timing | None:
+        limit = self.problem.limits[rank]
+        if self.clock.peak(self.rows[rank]) > limit + TOLERANCE * abs(limit):
+            return None
+        return self.clock.times(self.rows)
+
+    def _cost(self, timing: Timing) -> float:
+        """The time that counts and, with little weight, that of all ranks: many of them may be the longest."""
+        times = self._times(timing)
+        return max(times) + 0.1 * sum(times) / len(times)
+
+    def _times(self, timing: Timing) -> list[float]:
+        if self.objective == "makespan":
+            return list(timing.ends)
+        return [end - start for start, end in zip(timing.starts, timing.ends, strict=True)]
+
+    def _move(self, timing: Timing) -> tuple[int, int, int] | None:
+        """A rank, and the old and the new place of one of its passes: mostly on the longest chain."""
+        kind = self.random.random()
+        if kind < 0.5:
+            return self._on_the_chain(timing)
+        rank = self.random.randrange(len(self.rows))
+        move = (
+            self._gap_filled(rank) if kind < 0.8 else self._put_off(rank, self.random.randrange(len(self.rows[rank])))
+        )
+        return move and (rank, *move)
+
+    def _on_the_chain(self, timing: Timing) -> tuple[int, int, int] | None:
+        """A pass that keeps the next one waiting is put off."""
+        if self.critical is None:
+            times = self._times(timing)
+            self.critical = critical_places(self.clock, self.rows, self.starts, times.index(max(times)))
+        if not self.critical:
+            return None
+        rank, place = self.random.choice(self.critical)
+        move = self._put_off(rank, place - 1)
+        return move and (rank, *move)
+
+    def _gap_filled(self, rank: int) -> tuple[int, int] | None:
+        """A later pass, and a gap before which it could run: (its place, its new place)."""
+        row, starts, lasts = self.rows[rank], self.starts, self.clock.lasts
+        slack = 1e-9 * lasts[row[0]]
+        gaps = [
+            place
+            for place in range(1, len(row))
+            if starts[row[place]] - starts[row[place - 1]] - lasts[row[place - 1]] > slack
+        ]
+        if not gaps:
+            return None
+        place = self.random.choice(gaps)
+        options = []
+        seen = {row[place]}
+        for later in range(place + 1, min(len(row), place + AHEAD)):
+            number = row[later]
+            if not self._follows(number, seen):
+                options.append(later)
+            seen.add(number)
+        return (self.random.choice(options[:8]), place) if options else None
+
+    def _put_off(self, rank: int, came: int) -> tuple[int, int] | None:
+        """A pass moved to a later place, often the next, no further than what needs it on this rank."""
+        row = self.rows[rank]
+        number = row[came]
+        far = came
+        for place in range(came + 1, min(len(row), came + AHEAD)):
+            if self._follows(row[place], {number}):
+                break
+            far = place
+        if far == came:
+            return None
+        return came, came + 1 if self.random.random() < 0.4 else self.random.randint(came + 1, far)
+
+    def _follows(self, number: int, others: set[int]) -> bool:
+        """Whether a pass has to come after one of the others, for the same stage and microbatch."""
+        kind, rest = divmod(number, self.block)
+        if kind == WEIGHT:
+            return INPUT * self.block + rest in others
+        return kind in (INPUT, FULL) and FORWARD * self.block + rest in others

@@ -1,0 +1,223 @@
+"""The plan of least time within a memory limit: known schedules, then rules, then single moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from ...errors import PlanError
+from ..amount import amount
+from ..collector import collector_paused
+from ..costs import Costs
+from ..plan import Plan
+from ..simulate import simulate
+from .arrangements import Arrangement, arrangements
+from .bound import lower_bound
+from .budget import Budget
+from .candidate import OBJECTIVES, Candidate
+from .drafts import drafted, tuned
+from .fixed import fixed_candidates
+from .found import FoundPlan, Tried
+from .greedy import Rules
+from .limits import MemoryLimit, limits_of, nothing_fits, shortage
+from .moves import moved
+from .problem import Problem, problem_for
+from .refits import refits
+from .timing import Clock
+
+GRID, TUNING, MOVING = 0.3, 0.25, 0.45  # parts of the budget
+FINALISTS = 2  # arrangements, and plans to start from, that are improved
+
+
+def auto_schedule(
+    *,
+    ranks: int,
+    microbatches: int | Sequence[int],
+    costs: Costs | None = None,
+    memory_limit: MemoryLimit = None,
+    placement: str = "any",
+    chunks: int | None = None,
+    time_budget: float = 10.0,
+    seed: int = 0,
+    objective: str = "span",
+    verbose: bool = True,
+) -> Plan:
+    """The plan that `search_schedule` finds. Prints its time, the lower bound and the gap, unless `verbose=False`.
+
+    >>> plan = auto_schedule(ranks=2, microbatches=4, memory_limit=2, placement="loop", chunks=1, time_budget=0.2)
+    auto (ZB-H1): span 13, lower bound 12, gap 8.33%, bubble 7.69%, peak memory 2
+    >>> print(plan.grid())
+    rank 0 │ 0F0 0F1 ·   0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+    rank 1 │ ·   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
+    """
+    found = search_schedule(
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        memory_limit=memory_limit,
+        placement=placement,
+        chunks=chunks,
+        time_budget=time_budget,
+        seed=seed,
+        objective=objective,
+    )
+    if verbose:
+        print(found)
+    return found.plan
+
+
+@collector_paused
+def search_schedule(
+    *,
+    ranks: int,
+    microbatches: int | Sequence[int],
+    costs: Costs | None = None,
+    memory_limit: MemoryLimit = None,
+    placement: str = "any",
+    chunks: int | None = None,
+    time_budget: float = 10.0,
+    seed: int = 0,
+    objective: str = "span",
+) -> FoundPlan:
+    """The best plan found for these costs, with a report, a lower bound, and all that was tried.
+
+    `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each. `placement` is "loop",
+    "v" or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or
+    else 1 and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the
+    batch is cut into the first number of them, and scale with its size; the latency of a Link stays.
+
+    `objective="span"` makes the longest time from a rank's first pass to its last small: the time of a step, if ranks
+    begin the next one without waiting for the others. `"makespan"` counts from the first start to the last end.
+
+    `time_budget` is in seconds of computing. How much is tried follows from it as a count, so that the same arguments
+    give the same plan; only where the clock ends the search sooner (`ended_by_clock`), the result depends on the
+    machine.
+
+    >>> found = search_schedule(ranks=4, microbatches=8, memory_limit=4, placement="v", time_budget=0.5)
+    >>> found.time, found.lower_bound, found.gap
+    (24.0, 24.0, 0.0)
+    """
+    costs = Costs() if costs is None else costs
+    if objective not in OBJECTIVES:
+        raise PlanError(f"objective={objective!r}: give one of {', '.join(map(repr, OBJECTIVES))}.")
+    budget = Budget(amount("time_budget", time_budget))
+    search = _Search(arrangements(ranks, microbatches, costs, placement, chunks), memory_limit, objective, budget)
+    best = search.run(Random(seed))
+    plan = best.problem.plan_of(f"auto ({best.name})", best.rows).validate()
+    return FoundPlan(
+        plan=plan,
+        report=simulate(plan, best.problem.costs),
+        time=best.merit(objective)[0],
+        lower_bound=min(search.bounds.values()),
+        objective=objective,
+        tried=search.table(best),
+        ended_by_clock=budget.ended_by_clock,
+    )
+
+
+class _Search:
+    """All candidates of all arrangements."""
+
+    def __init__(self, every: list[Arrangement], memory_limit: MemoryLimit, objective: str, budget: Budget) -> None:
+        self.objective, self.budget = objective, budget
+        self.candidates: list[tuple[Arrangement, Candidate]] = []
+        self.out: list[Tried] = []
+        self.problems: dict[Arrangement, Problem] = {}
+        self.errors: list[PlanError] = []
+        limits = limits_of(memory_limit, every[0].placement.ranks)
+        for arrangement in every:
+            self._add(arrangement, limits)
+        if not self.problems:
+            raise self.errors[0]
+        fitting = {each: problem for each, problem in self.problems.items() if shortage(problem) is None}
+        if not fitting:
+            raise nothing_fits(list(self.problems.values()))
+        self.problems = fitting
+        self.bounds = {each: lower_bound(problem, objective) for each, problem in fitting.items()}
+
+    def _add(self, arrangement: Arrangement, limits: tuple[float, ...]) -> None:
+        try:
+            problem = problem_for(arrangement.placement, arrangement.microbatches, arrangement.costs, limits)
+        except PlanError as error:  # raised if it is so for every arrangement, and told in the table otherwise
+            self.errors.append(error)
+            self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, str(error)))
+            return
+        self.problems[arrangement] = problem
+        short = shortage(problem)
+        if short is not None:
+            why = f"one microbatch at a time needs {short[1]:.6g} on rank {short[0]}"
+            self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, why))
+
+    def run(self, random: Random) -> Candidate:
+        """The portfolio of all arrangements, then improvements of the best."""
+        rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
+        for arrangement, problem in self.problems.items():
+            self._add_fixed(arrangement, problem)
+        for arrangement in self.problems:
+            self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
+        for arrangement, problem in self.problems.items():
+            if not self._is_proven(arrangement):
+                bound, part = self.bounds[arrangement], GRID / len(self.problems)
+                rules[arrangement] = drafted(problem, self.objective, bound, self.budget, part)
+                best = [candidate for _, candidate in rules[arrangement][:1]]
+                self.candidates += [(arrangement, candidate) for candidate in best]
+                self._refit(arrangement, best)
+        finalists = self._finalists()
+        for arrangement in finalists:
+            self._improve(arrangement, rules.get(arrangement, []), 1 / len(finalists), random)
+        return self._best()
+
+    def _add_fixed(self, arrangement: Arrangement, problem: Problem) -> None:
+        for name, candidate in fixed_candidates(problem):
+            if isinstance(candidate, Candidate):
+                self.candidates.append((arrangement, candidate))
+            else:
+                self.out.append(Tried(name, str(arrangement), arrangement.microbatches, None, candidate))
+
+    def _refit(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
+        if not self._is_proven(arrangement):
+            clock = Clock(self.problems[arrangement])
+            made = refits(clock, self._sorted(candidates), self.objective, self.budget)
+            self.candidates += [(arrangement, candidate) for candidate in made]
+
+    def _is_proven(self, arrangement: Arrangement) -> bool:
+        """Whether no plan of the arrangement can be better than what there is."""
+        return self._best().merit(self.objective)[0] <= self.bounds[arrangement] * (1 + 1e-9)
+
+    def _finalists(self) -> list[Arrangement]:
+        """The arrangements with the best candidates, where more can be hoped for."""
+        ranked = sorted(self.candidates, key=lambda each: each[1].merit(self.objective))
+        return [each for each in dict.fromkeys(each for each, _ in ranked) if not self._is_proven(each)][:FINALISTS]
+
+    def _improve(
+        self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
+    ) -> None:
+        bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
+        for start in rules[:FINALISTS]:
+            made = tuned(start, objective, bound, budget, TUNING * part / FINALISTS, random)
+            self.candidates.append((arrangement, made))
+        own = [candidate for each, candidate in self.candidates if each == arrangement]
+        for first in self._sorted(own)[:FINALISTS]:
+            made = moved(first, objective, bound, budget, MOVING * part / FINALISTS, random)
+            self.candidates.append((arrangement, made))
+
+    def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:
+        return sorted(candidates, key=lambda each: each.merit(self.objective))
+
+    def _best(self) -> Candidate:
+        return min((candidate for _, candidate in self.candidates), key=lambda each: each.merit(self.objective))
+
+    def table(self, best: Candidate) -> tuple[Tried, ...]:
+        """What was looked at, the best first, then what does not fit."""
+        least = best.merit(self.objective)[0]
+        rows: dict[tuple[str, str, int], Tried] = {}
+        for arrangement, candidate in sorted(self.candidates, key=lambda each: each[1].merit(self.objective)):
+            time = candidate.merit(self.objective)[0]
+            why = "taken" if candidate is best else _slower(time, least)
+            row = Tried(candidate.name, str(arrangement), arrangement.microbatches, time, why)
+            rows.setdefault((row.name, row.placement, row.microbatches), row)
+        return (*rows.values(), *self.out)
+
+
+def _slower(time: float, least: float) -> str:
+    return "equally good" if time <= least * (1 + 1e-9) else f"{100 * (time / least - 1):.2f}% slower"

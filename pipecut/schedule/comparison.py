@@ -1,0 +1,102 @@
+"""What a plan was said to take, beside what it took: by kind of action, by rank, and in all."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import PlanError
+from .report import Report
+from .timeline import Span, Timeline
+
+
+class HasReport(Protocol):
+    """Something that foretells a step."""
+
+    @property
+    def report(self) -> Report: ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number, foretold and seen."""
+
+    what: str
+    predicted: float
+    executed: float
+
+    @property
+    def ratio(self) -> float:
+        """Executed over predicted."""
+        return self.executed / self.predicted if self.predicted else float("inf") if self.executed else 1.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The mean time of each kind of computation; that of each rank, from first start to last end; the step."""
+
+    kinds: tuple[Line, ...]
+    ranks: tuple[Line, ...]
+    step: Line
+    unit: str
+
+    def __str__(self) -> str:
+        table = Table("", "predicted", "executed", "ratio", title="predicted and executed")
+        for line in (*self.kinds, *self.ranks, self.step):
+            numbers = f"{line.predicted:.4g} {self.unit}", f"{line.executed:.4g} {self.unit}", f"{line.ratio:.3f}"
+            table.add_row(line.what, *numbers)
+        out = io.StringIO()
+        Console(file=out, width=100).print(table)
+        return out.getvalue().rstrip()
+
+
+def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -> Comparison:
+    """Lay what was foretold over what happened.
+
+    `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
+    Clocks of several machines may differ; on one they do not.
+
+    >>> from pipecut.schedule import Costs, plan_for, simulate
+    >>> report = simulate(plan_for("1F1B", ranks=2, microbatches=2), Costs())
+    >>> compare(report, report.timeline).step
+    Line(what='step', predicted=9.0, executed=9.0)
+    """
+    report = plan if isinstance(plan, Report) else plan.report
+    timelines = [executed] if isinstance(executed, Timeline) else list(executed)
+    seen = [span for timeline in timelines for span in timeline if span.action.is_compute]
+    if not seen:
+        raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")
+    planned = {span.action for span in report.timeline}
+    strange = [span.action for span in seen if span.action not in planned]
+    if strange:
+        raise PlanError(f"{strange[0]} was executed and is not in the plan '{report.plan.name}': compare a run of it.")
+    present = sorted({span.rank for span in seen})
+    foretold = [span for span in report.timeline if span.rank in present]
+    unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
+    return Comparison(
+        kinds=tuple(_kinds(foretold, seen)),
+        ranks=tuple(Line(f"rank {rank}", _length(_of(rank, foretold)), _length(_of(rank, seen))) for rank in present),
+        step=Line("step", _length(foretold), _length(seen)),
+        unit=unit,
+    )
+
+
+def _kinds(foretold: list[Span], seen: list[Span]) -> Iterable[Line]:
+    for op in dict.fromkeys(span.action.op for span in foretold):
+        both = [[span.end - span.start for span in spans if span.action.op is op] for spans in (foretold, seen)]
+        if all(both):
+            yield Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
+
+
+def _of(rank: int, spans: list[Span]) -> list[Span]:
+    return [span for span in spans if span.rank == rank]
+
+
+def _length(spans: list[Span]) -> float:
+    return max(span.end for span in spans) - min(span.start for span in spans)

@@ -1,0 +1,189 @@
+"""The lowering passes as torch.distributed.pipelining calls them: on lists and dicts of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from ..errors import PlanError
+from .action import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Op
+from .lower import add_transfers
+from .lower.backwards import merge_row
+from .lower.sharding import GIVES_WEIGHT_GRADIENT, shard_row, spliced
+from .peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer, row_as_peer, row_from_peer
+from .placement import Placement
+from .plan import Plan
+from .rules import GIVES, Dataflow, dependencies
+from .validate import find_faults
+
+RankOf = Callable[[int], int]
+Order = Mapping[int, Iterable["PeerAction | None"]]
+
+
+class ScheduleFaultError(PlanError, AssertionError):
+    """A schedule is not complete or not in order. It is an AssertionError too, which code for the peer expects."""
+
+
+class StuckScheduleError(PlanError):
+    """A schedule with messages comes to a point from which no rank can go on."""
+
+
+def unshard_reshard(compute_actions: Iterable[PeerAction | None], max_active_stages: int = 3) -> PeerRow:
+    """One rank's actions with UNSHARD and RESHARD.
+
+    >>> unshard_reshard([PeerAction(0, Op.FORWARD, 0)])
+    [0UNSHARD, 0F0, 0RESHARD]
+    """
+    row = row_from_peer(compute_actions)
+    stages = sorted({leaf.stage for action in row if action is not None for leaf in action.leaves})
+    return row_as_peer(shard_row(row, max_active_stages, stages))
+
+
+def reduce_grad(actions: Iterable[PeerAction | None], n_microbatches: int) -> PeerRow:
+    """One rank's actions with REDUCE_GRAD right after the last weight gradient of each stage."""
+    row = [action for action in row_from_peer(actions) if action is not None]
+    seen: dict[int, int] = {}
+    after: dict[int, list[Action]] = {}
+    for step, action in enumerate(row):
+        for leaf in action.leaves:
+            if leaf.op in GIVES_WEIGHT_GRADIENT:
+                seen[leaf.stage] = seen.get(leaf.stage, 0) + 1
+                if seen[leaf.stage] == n_microbatches:
+                    after.setdefault(step + 1, []).append(Action(leaf.stage, Op.REDUCE_GRAD))
+    return row_as_peer(spliced(row, after))
+
+
+def merge_bw(compute_actions: Iterable[PeerAction | None]) -> PeerRow:
+    """One rank's actions, adjacent I and W of one stage and microbatch as B."""
+    return row_as_peer(merge_row(row_from_peer(compute_actions)))
+
+
+def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: int | None = None) -> Plan:
+    """A plan of all ranks' actions, with what is missing in it left for a validation."""
+    rows = order_from_peer(order)
+    leaves = [leaf for row in rows.values() for action in row if action is not None for leaf in action.leaves]
+    numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
+    return Plan.from_actions(
+        rows,
+        placement=Placement(tuple(map(stage_to_rank, range(num_stages)))),
+        microbatches=max([0, *numbers]) + 1 if microbatches is None else microbatches,
+        dataflow=Dataflow.chain(num_stages) if microbatches is None else None,
+    )
+
+
+def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
+    """All ranks' actions with a SEND and a RECV for what goes from rank to rank; what was passed stays as it is."""
+    plan = plan_of(compute_actions, stage_to_rank, num_stages)
+    return order_as_peer(add_transfers(plan, complete=False).actions)
+
+
+def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> PeerOrder:
+    """Every RECV as late as it may be: before what uses it, and, from a higher rank, before the next SEND to it."""
+    deferred = {}
+    for rank, row in order_from_peer(actions).items():
+        late: list[Action | None] = []
+        waiting: list[Action] = []
+        for action in row:
+            if action is not None and action.op in RECEIVES:
+                waiting.append(action)
+                continue
+            due = [] if action is None else _due(action, waiting, rank, stage_to_rank)
+            late += [*due, action]
+            waiting = [receive for receive in waiting if receive not in due]
+        deferred[rank] = row_as_peer([*late, *waiting])
+    return deferred
+
+
+def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf) -> list[Action]:
+    """The receives that must come before an action."""
+    if action.op in SENDS:
+        peer = stage_to_rank(action.other_stage)
+        return [each for each in waiting if rank < peer and stage_to_rank(each.other_stage) == peer]
+    if action.op not in COMPUTE:
+        return []
+    uses = {(Op.RECV_F if leaf.op is Op.FORWARD else Op.RECV_B, leaf.stage, leaf.microbatch) for leaf in action.leaves}
+    return [each for each in waiting if (each.op, each.stage, each.microbatch) in uses]
+
+
+def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
+    """All ranks' actions with a None for every step in which a rank waits. A send is buffered, and arrives at once."""
+    plan = plan_of(order, stage_to_rank, num_stages)
+    unknown = sorted({str(op) for op in plan.ops - COMPUTE - TRANSFERS})
+    if unknown:
+        raise StuckScheduleError(f"Unsupported action type {', '.join(unknown)}: simulate computations and transfers.")
+    left = [[action for action in row if action is not None] for row in plan.actions]
+    rows: list[list[Action | None]] = [[] for _ in left]
+    done: set[Action] = set()
+    while any(left):
+        ready = _ready(plan, [row[0] if row else None for row in left], done)
+        if not ready:
+            waiting = ", ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(left) if row)
+            raise StuckScheduleError(f"Schedule is not progressing: {waiting}.")
+        for rank, row in enumerate(left):
+            if row:
+                rows[rank].append(row.pop(0) if rank in ready else None)
+        for rank in ready:
+            done |= _given_by(rows[rank][-1])
+    return {rank: row_as_peer(row) for rank, row in enumerate(rows)}
+
+
+def _ready(plan: Plan, turn: list[Action | None], done: set[Action]) -> set[int]:
+    """The ranks that can do what is their turn; a receive goes along with its send."""
+    ready: set[int] = set()
+    for receives in (False, True):
+        sent = {each for rank in ready for each in _given_by(turn[rank])}
+        for rank, action in enumerate(turn):
+            if action is None or (action.op in RECEIVES) is not receives:
+                continue
+            if set(dependencies(action, plan.dataflow, plan.placement)) <= done | sent:
+                ready.add(rank)
+    return ready
+
+
+def _given_by(action: Action | None) -> set[Action]:
+    """What is there once an action is done: B gives what I and W give."""
+    leaves = () if action is None else action.leaves
+    return {leaf._replace(op=given) for leaf in leaves for given in GIVES.get(leaf.op, (leaf.op,))}
+
+
+def validate_schedule(
+    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int, *, training: bool = True
+) -> dict[int, int]:
+    """The rank of each stage; or an error with every fault of the schedule."""
+    if len(actions) != pp_group_size:
+        raise ScheduleFaultError(
+            f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}"
+        )
+    rows = order_from_peer(actions)
+    try:
+        plan = Plan.from_actions(rows, microbatches=num_microbatches, training=training)
+    except PlanError as error:
+        raise ScheduleFaultError(str(error)) from None
+    if plan.stages != num_stages:
+        raise ScheduleFaultError(f"The schedule has {plan.stages} stages, and there are {num_stages}.")
+    faults = find_faults(plan)
+    if faults:
+        told = "\n".join(f"  {fault}" for fault in faults)
+        raise ScheduleFaultError(f"The schedule cannot run:\n{told}\n{format_order(actions)}", faults)
+    return dict(enumerate(plan.placement.rank_of))
+
+
+def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
+    """A table with a line for each step and a column for each rank.
+
+    >>> print(format_order({0: [PeerAction(0, Op.FORWARD, 0)], 1: [None, PeerAction(1, Op.FORWARD, 0)]}), end="")
+            Rank 0 Rank 1
+    Step 0: 0F0
+    Step 1:        1F0
+    """
+    rows = [list(pipeline_order[rank]) for rank in sorted(pipeline_order)]
+    steps = max(map(len, rows), default=0)
+    cells = [["" if step >= len(row) or row[step] is None else str(row[step]) for row in rows] for step in range(steps)]
+    names = [f"Rank {rank}" for rank in sorted(pipeline_order)]
+    labels = [f"Step {step:0{len(str(max(steps - 1, 0)))}}" for step in range(steps)]
+    least = max(map(len, labels), default=0)
+    sizes = [max([least, len(name), *(len(line[at]) for line in cells)]) for at, name in enumerate(names)]
+    lines = [" " * (least + 2) + " ".join(name.ljust(size) for name, size in zip(names, sizes, strict=True))]
+    for step, (label, line) in enumerate(zip(labels, cells, strict=True)):
+        text = " ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True))
+        lines.append(f"{label}: {text}" + (" <-- ERROR HERE" if step == error_step_number else ""))
+    return "\n".join(lines) + "\n"

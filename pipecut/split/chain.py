@@ -1,0 +1,317 @@
+"""A traced model as a chain of blocks: what lies between the places where it may be cut, with its costs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..pipe_ir.spec import Dim
+from ..pipe_ir.traced import Span, Step, TracedModel
+from .balancing.problem import Blocks, Shared
+from .cost import Weights
+from .costs.machine import Machine
+from .costs.memory_map import bytes_of
+from .costs.step_cost import CostFinder
+from .costs.times import StepTimes, Times
+from .points import Cut, SplitPlan
+from .regions import Regions
+
+# Bytes that are there for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.
+TRAINED = 4.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes."""
+
+    cut: Cut
+    depth: int
+    sent: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage of a cut costs, for one microbatch; `received` and `sent` are the bytes of all live values."""
+
+    times: Times
+    parameter_bytes: float
+    buffer_bytes: float
+    saved_bytes: float
+    received: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks and the places between them. A tied weight, or a value that several blocks keep, is in `shared`."""
+
+    traced: TracedModel
+    places: tuple[Place, ...]
+    times: tuple[Times, ...]
+    parameters: tuple[float, ...]
+    trained: tuple[float, ...]
+    buffers: tuple[float, ...]
+    saved: tuple[float, ...]
+    shared: tuple[SharedBytes, ...]
+    machine: Machine
+
+    def blocks(self, *, optimizer: float = TRAINED) -> Blocks:
+        """The chain as plain numbers; `optimizer` is the bytes that are there for each byte of a trained parameter."""
+        kept = [
+            held + (optimizer - 1) * trained + buffers
+            for held, trained, buffers in zip(self.parameters, self.trained, self.buffers, strict=True)
+        ]
+        return Blocks(
+            times=tuple(each.total for each in self.times),
+            # An activation one way and its gradient the other; the latency passes while other microbatches compute.
+            transfers=tuple(2 * place.sent / self.machine.link_bandwidth for place in self.places),
+            kept=tuple(kept),
+            saved=self.saved,
+            shared=tuple(
+                Shared(item.blocks, item.parameter + (optimizer - 1) * item.trained + item.buffer, item.saved)
+                for item in self.shared
+            ),
+            prices=tuple(place.sent + 1e-3 * place.depth for place in self.places),
+            names=tuple(map(self.name, range(len(self.times)))),
+        )
+
+    def name(self, block: int) -> str:
+        """What a user knows a block by: the cuts around it."""
+        before = self.places[block - 1].cut.label if block else "the beginning of the model"
+        after = self.places[block].cut.label if block < len(self.places) else "the end of the model"
+        return f"what lies between {before} and {after}"
+
+    def plan(self, cuts: Sequence[int]) -> SplitPlan:
+        """Cuts as numbers of blocks, as cuts of the model."""
+        return SplitPlan(tuple(self.places[position - 1].cut for position in cuts))
+
+    def up_to(self, depth: int) -> Chain:
+        """The chain with only the places that are not deeper inside modules."""
+        return self.with_places([number for number, place in enumerate(self.places) if place.depth <= depth])
+
+    def with_places(self, numbers: Sequence[int]) -> Chain:
+        """The chain with only some of its places: blocks between them become one."""
+        bounds = [0, *(number + 1 for number in numbers), len(self.times)]
+        runs = list(zip(bounds, bounds[1:], strict=False))
+        joined = [_moved(item, bounds) for item in self.shared]
+
+        def sums(values: Sequence[float], name: str) -> tuple[float, ...]:
+            totals = [sum(values[begin:end]) for begin, end in runs]
+            for item in joined:
+                if len(item.blocks) == 1:
+                    totals[item.blocks[0]] += getattr(item, name)
+            return tuple(totals)
+
+        return replace(
+            self,
+            places=tuple(self.places[number] for number in numbers),
+            times=tuple(sum(self.times[begin:end], Times()) for begin, end in runs),
+            parameters=sums(self.parameters, "parameter"),
+            trained=sums(self.trained, "trained"),
+            buffers=sums(self.buffers, "buffer"),
+            saved=sums(self.saved, "saved"),
+            shared=tuple(item for item in joined if len(item.blocks) > 1),
+        )
+
+    def with_times(self, times: Sequence[Times]) -> Chain:
+        """The chain with other times."""
+        return replace(self, times=tuple(times))
+
+    def stage_costs(self, cuts: Sequence[int]) -> tuple[StageCost, ...]:
+        """What each stage costs if stages 1, 2... begin at these blocks."""
+        bounds = [0, *cuts, len(self.times)]
+        found = []
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            inside = [item for item in self.shared if any(begin <= block < end for block in item.blocks)]
+            found.append(
+                StageCost(
+                    sum(self.times[begin:end], Times()),
+                    sum(self.parameters[begin:end]) + sum(item.parameter for item in inside),
+                    sum(self.buffers[begin:end]) + sum(item.buffer for item in inside),
+                    sum(self.saved[begin:end]) + sum(item.saved for item in inside),
+                    self.places[begin - 1].sent if begin else 0.0,
+                    self.places[end - 1].sent if end < len(self.times) else 0.0,
+                )
+            )
+        return tuple(found)
+
+    def tied_bytes(self, cuts: Sequence[int]) -> float:
+        """The bytes of trained parameters that stages share: their gradients are summed once a step."""
+        bounds = [0, *cuts, len(self.times)]
+        return sum(item.trained for item in self.shared if len(_moved(item, bounds).blocks) > 1)
+
+
+@dataclass(frozen=True)
+class SharedBytes:
+    """What several blocks use: a parameter, a buffer, or an activation that they all keep."""
+
+    blocks: tuple[int, ...]
+    parameter: float = 0.0
+    trained: float = 0.0
+    buffer: float = 0.0
+    saved: float = 0.0
+
+
+def _moved(item: SharedBytes, bounds: Sequence[int]) -> SharedBytes:
+    return replace(item, blocks=tuple(sorted({bisect.bisect_right(bounds, block) - 1 for block in item.blocks})))
+
+
+def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping[str, int] | None = None) -> Chain:
+    """The chain of a traced model at given sizes of its symbolic dims, those of the example if left out.
+
+    >>> import torch
+    >>> from pipecut import pipeline
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    >>> chain = chain_of(pipeline(model, (torch.ones(2, 4),)).traced)
+    >>> [place.cut.label for place in chain.places]
+    ["the cut after '0'", "the cut after '1'"]
+    >>> chain.parameters
+    (80.0, 80.0, 80.0)
+    """
+    return _ChainMaker(traced, machine or Machine.nominal(traced.device.type), {**traced.hints, **(sizes or {})}).make()
+
+
+class _ChainMaker:
+    """Puts every step into the block that it belongs to, and adds up."""
+
+    def __init__(self, traced: TracedModel, machine: Machine, sizes: Mapping[str, int]) -> None:
+        self.traced, self.machine = traced, machine
+        self.finder = CostFinder(traced)
+        self.step_times = StepTimes(self.finder, machine, sizes)
+        self.weigh = Weights(traced, sizes)
+        self.operations = [
+            step for step in traced.steps if step.kind == "op" and traced.root.begin <= step.tick < traced.root.end
+        ]
+
+    def make(self) -> Chain:
+        """The chain with all places that are allowed."""
+        places = _with_work_between(allowed_places(self.traced), [step.tick for step in self.operations])
+        ticks = [place.cut.tick for place in places]
+        block_of = {step.index: bisect.bisect_right(ticks, step.tick) for step in self.operations}
+        times = [Times()] * (len(places) + 1)
+        for step in self.operations:
+            times[block_of[step.index]] += self.step_times.of(step)
+        items = [*self._state(block_of), *self._activations(block_of)]
+        sent = self._live_bytes(ticks)
+
+        def own(name: str) -> tuple[float, ...]:
+            totals = [0.0] * len(times)
+            for item in items:
+                if len(item.blocks) == 1:
+                    totals[item.blocks[0]] += getattr(item, name)
+            return tuple(totals)
+
+        return Chain(
+            self.traced,
+            tuple(replace(place, sent=float(size)) for place, size in zip(places, sent, strict=True)),
+            tuple(times),
+            own("parameter"),
+            own("trained"),
+            own("buffer"),
+            own("saved"),
+            tuple(item for item in items if len(item.blocks) > 1),
+            self.machine,
+        )
+
+    def _state(self, block_of: Mapping[int, int]) -> list[SharedBytes]:
+        users: dict[int, set[int]] = {}
+        for step in self.operations:
+            for index in step.refs:
+                if self.traced.steps[index].kind == "state":
+                    users.setdefault(index, set()).add(block_of[step.index])
+        found = []
+        for index, blocks in users.items():
+            size = self._number(bytes_of(self.traced.steps[index]))
+            spec = self.traced.steps[index].spec
+            is_parameter = self.finder.is_parameter(index)
+            found.append(
+                SharedBytes(
+                    tuple(sorted(blocks)),
+                    parameter=size if is_parameter else 0.0,
+                    trained=size if is_parameter and spec is not None and spec.requires_grad else 0.0,
+                    buffer=0.0 if is_parameter else size,
+                )
+            )
+        return found
+
+    def _activations(self, block_of: Mapping[int, int]) -> list[SharedBytes]:
+        users: dict[int, set[int]] = {}
+        sizes: dict[int, Dim] = {}
+        for step in self.operations:
+            for kept in self.finder.saved.of(step):
+                users.setdefault(kept.key, set()).add(block_of[step.index])
+                sizes[kept.key] = kept.bytes
+        return [SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
+
+    def _live_bytes(self, ticks: Sequence[int]) -> list[float]:
+        """The bytes of all values that are made before each tick and used after it, skips included.
+
+        Whatever needs no gradient and follows from sizes and constants alone is made again where it is used.
+        """
+        last_use: dict[int, int] = {}
+        for step in self.operations:
+            for index in step.refs:
+                last_use[index] = max(last_use.get(index, -1), step.tick)
+        last_use.update(dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1))
+        free = self._free_to_make()
+        changes = [0.0] * (len(ticks) + 1)
+        for index, last in last_use.items():
+            step = self.traced.steps[index]
+            if step.kind in ("op", "input") and index not in free:
+                size = self._number(bytes_of(step))
+                changes[bisect.bisect_right(ticks, step.tick)] += size
+                changes[bisect.bisect_right(ticks, last)] -= size
+        live, total = [], 0.0
+        for change in changes[:-1]:
+            total += change
+            live.append(max(total, 0.0))
+        return live
+
+    def _free_to_make(self) -> set[int]:
+        """Values made of sizes, constants and buffers alone."""
+        free: set[int] = set()
+        for step in self.traced.steps:
+            made_of_nothing = step.kind == "op" and not step.writes and all(index in free for index in step.refs)
+            state = step.kind in ("state", "constant")
+            if (made_of_nothing or state) and not (step.spec is not None and step.spec.requires_grad):
+                free.add(step.index)
+        return free
+
+    def _number(self, dim: Dim) -> float:
+        return float(dim) if isinstance(dim, int | float) else float(self.weigh.number(dim))
+
+
+def allowed_places(traced: TracedModel) -> list[Place]:
+    """The beginnings and ends of module calls that lie outside all regions, in order."""
+    found: dict[int, Place] = {}
+    regions = Regions(traced)
+
+    def visit(span: Span, depth: int) -> None:
+        for child in span.children:
+            edges = ((child.begin, "before"), (child.end + 1, "after")) if child.kind == "call" else ()
+            for tick, side in edges:
+                settled, inside = regions.settle(tick)
+                if inside is None:
+                    cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
+                    found.setdefault(settled, Place(cut, depth))
+            visit(child, depth + (child.kind == "call"))
+
+    visit(traced.root, 0)
+    return [found[tick] for tick in sorted(found)]
+
+
+def _with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
+    """Of places with no operation between them the outermost one; none before the first or after the last operation."""
+    best: dict[int, Place] = {}
+    for place in places:
+        done = bisect.bisect_left(ticks, place.cut.tick)
+        if 0 < done < len(ticks) and (done not in best or place.depth < best[done].depth):
+            best[done] = place
+    return [best[done] for done in sorted(best)]
+
+
+def steps_of(chain: Chain, begin: int, end: int) -> list[Step]:
+    """The operations of a run of blocks."""
+    ticks = [chain.traced.root.begin, *(place.cut.tick for place in chain.places), chain.traced.root.end + 1]
+    return [step for step in chain.traced.steps_within(ticks[begin], ticks[end]) if step.kind == "op"]

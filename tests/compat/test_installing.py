@@ -1,0 +1,90 @@
+"""pipecut takes the peer's place: in this process, in new ones, and for scripts; and gives it back."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from pipecut.compat.installing import MODULES, PEER, install, uninstall
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    uninstall()
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_installed_here_and_restored(environment: None) -> None:
+    before = {name: module for name, module in sys.modules.items() if name.startswith(PEER)}
+    attribute = getattr(torch.distributed, "pipelining", None)
+    path = os.environ["PYTHONPATH"]
+    for _ in range(2):
+        install()
+        install()
+        import torch.distributed.pipelining as pipelining
+        from torch.distributed.pipelining.stage import PipelineStage
+
+        import pipecut
+        import pipecut.compat
+
+        assert pipelining is pipecut.compat is torch.distributed.pipelining
+        assert PipelineStage is pipecut.PipelineStage
+        assert all(f"{PEER}.{name}" in sys.modules for name in MODULES)
+        uninstall()
+        assert {name: module for name, module in sys.modules.items() if name.startswith(PEER)} == before
+        assert getattr(torch.distributed, "pipelining", None) is attribute
+        assert os.environ["PYTHONPATH"] == path
+        assert "PIPECUT_COMPAT" not in os.environ
+
+
+def test_new_processes_get_it_too_and_not_after(environment: None, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.hidden_one_ran = True")
+    os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    install()
+    assert run("-c", f"import sys; assert sys.hidden_one_ran; {WHOSE}") == "pipecut.schedule.run.schedules"
+    assert run("-c", "import sys; print('torch' in sys.modules)") == "False"
+    uninstall()
+    assert run("-c", WHOSE) == "torch.distributed.pipelining.schedules"
+
+
+def test_scripts_and_modules_run_that_way(environment: None, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; {WHOSE}; print(__name__, sys.argv[1:])")
+    wanted = "pipecut.schedule.run.schedules\n__main__ ['a', '--b']"
+    assert run("-m", "pipecut.compat", str(script), "a", "--b") == wanted
+    os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    assert run("-m", "pipecut.compat", "-m", "script", "a", "--b") == wanted
+    done = subprocess.run([sys.executable, "-m", "pipecut.compat"], capture_output=True, text=True, cwd=ROOT)
+    assert "usage: python -m pipecut.compat [-m module | script.py]" in done.stderr
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("script", "ranks"), [("peer_traced.py", 2), ("peer_fsdp.py", 4)])
+def test_a_script_for_the_peer_has_the_same_losses_on_both(environment: None, script: str, ranks: int) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    losses = []
+    for way in ((), ("-m", "pipecut.compat")):
+        told = run(*torchrun, *way, f"examples/{script}")
+        losses.append([float(each) for each in re.findall(r"loss (\S+)", told)])
+    assert len(losses[0]) == 5
+    assert losses[1] == pytest.approx(losses[0], abs=2e-6)

@@ -1,0 +1,169 @@
+"""The lowering passes give the lists that the peer's own functions give, and files written by one load in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipecut.compat import schedules as ours
+from pipecut.compat._schedule_visualizer import get_schedule_ops
+from pipecut.schedule.placement import Placement
+
+GRID = [
+    (name, ranks, chunks, microbatches)
+    for name, choices in (
+        ("Interleaved1F1B", (2, 3)),
+        ("LoopedBFS", (2, 4)),
+        ("InterleavedZeroBubble", (2, 3)),
+        ("ZBVZeroBubble", (2,)),
+        ("DualPipeV", (2,)),
+    )
+    for ranks in (1, 2, 4)
+    for chunks in choices
+    for microbatches in (2, 4, 8)
+    if name != "DualPipeV" or microbatches >= 2 * ranks
+]
+
+
+def texts(rows: Any) -> Any:
+    if isinstance(rows, dict):
+        return {rank: texts(row) for rank, row in rows.items()}
+    return [repr(action) for action in rows]
+
+
+def placement(name: str, ranks: int, chunks: int) -> Placement:
+    return Placement.v(ranks) if name in ("ZBVZeroBubble", "DualPipeV") else Placement.loop(ranks, chunks)
+
+
+def order(texts: Iterable[str]) -> dict[int, list[Any]]:
+    return {rank: [ours._Action.from_str(cell) for cell in row.split(" ")] for rank, row in enumerate(texts)}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("setting", GRID, ids=str)
+def test_every_pass_gives_what_the_peers_gives(setting: tuple[str, int, int, int]) -> None:
+    from torch.distributed.pipelining import schedules as peers
+
+    name, ranks, chunks, microbatches = setting
+    mine = dict(enumerate(get_schedule_ops(name, ranks, microbatches, chunks)))
+    theirs = {rank: [peers._Action.from_str(repr(each)) for each in row] for rank, row in mine.items()}
+    where, stages = placement(name, ranks, chunks).rank_of.__getitem__, ranks * chunks
+
+    def same(function: str, *args: Any) -> Any:
+        """Call a function of both, and compare; the peer's changes what it gets."""
+        results = []
+        for module, row in ((ours, args[0]), (peers, args[1])):
+            copied = {key: list(value) for key, value in row.items()} if isinstance(row, dict) else list(row)
+            results.append(getattr(module, function)(copied, *args[2:]))
+        assert texts(results[0]) == texts(results[1]), function
+        return results
+
+    for rank in mine:
+        same("_merge_bw", mine[rank], theirs[rank])
+        for held in (1, 2, 3):
+            same("_add_unshard_reshard", mine[rank], theirs[rank], held)
+        same("_add_reduce_grad", mine[rank], theirs[rank], microbatches)
+    bare = same("_add_send_recv", mine, theirs, where, stages)
+    same("_defer_recv_ops", *bare, where)
+    if name != "DualPipeV":  # the peer's simulator does not know overlaps
+        same("_simulate_comms_compute", *bare, where, stages)
+    sharded = [
+        {
+            rank: module._add_reduce_grad(module._add_unshard_reshard(list(row)), microbatches)
+            for rank, row in rows.items()
+        }
+        for module, rows in ((ours, mine), (peers, theirs))
+    ]
+    same("_defer_recv_ops", *same("_add_send_recv", *sharded, where, stages), where)
+    for step in (None, 1):
+        assert ours._format_pipeline_order(mine, step) == peers._format_pipeline_order(theirs, step)
+    assert ours._validate_schedule(mine, ranks, stages, microbatches) == peers._validate_schedule(
+        theirs, ranks, stages, microbatches
+    )
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("setting", GRID, ids=str)
+def test_the_orders_of_built_in_schedules_are_the_peers(setting: tuple[str, int, int, int]) -> None:
+    from torch.distributed.pipelining import _schedule_visualizer as peers
+
+    name, ranks, chunks, microbatches = setting
+    theirs = peers.get_schedule_ops(name, ranks, microbatches, chunks)
+    without_bubbles = [[action for action in row if action is not None] for row in theirs]
+    assert [texts(row) for row in get_schedule_ops(name, ranks, microbatches, chunks)] == [
+        texts(row) for row in without_bubbles
+    ]
+    with_comms = peers.get_schedule_ops(name, ranks, microbatches, chunks, with_comms=True)
+    mine = get_schedule_ops(name, ranks, microbatches, chunks, with_comms=True)
+    assert [texts(row) for row in mine] == [texts(row) for row in with_comms]
+
+
+@pytest.mark.peer
+def test_files_written_by_one_load_in_the_other(tmp_path: Path) -> None:
+    from torch.distributed.pipelining import schedules as peers
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    def on_paper(base: Any) -> list[Any]:
+        names = ("_create_grad_recv_info", "_prepare_forward_infra", "_prepare_backward_infra")
+        kind = type("OnPaper", (base,), {"__init__": lambda self: None, **dict.fromkeys(names, lambda self: None)})
+        made = [kind(), kind()]
+        for stage in made:
+            stage.num_stages, stage.group_size, stage.group_rank, stage.group, stage.submod = 4, 2, 0, None, None
+        return made
+
+    from pipecut.compat.stage import _PipelineStageBase as own_base
+
+    for kind in ("compute_only", "compute_comms"):
+        one = ours.ScheduleInterleaved1F1B(on_paper(own_base), 4)
+        other = peers.ScheduleInterleaved1F1B(on_paper(_PipelineStageBase), 4)
+        one._dump_csv(str(tmp_path / "ours.csv"), kind)
+        other._dump_csv(str(tmp_path / "theirs.csv"), kind)
+        ours_again = ours._PipelineScheduleRuntime(on_paper(own_base), 4)
+        ours_again._load_csv(str(tmp_path / "theirs.csv"), kind)
+        theirs_again = peers._PipelineScheduleRuntime(on_paper(_PipelineStageBase), 4)
+        theirs_again._load_csv(str(tmp_path / "ours.csv"), kind)
+        assert texts(ours_again.pipeline_order_with_comms) == texts(other.pipeline_order_with_comms)
+        assert {
+            rank: [text for text in row if text != "None"]
+            for rank, row in texts(theirs_again.pipeline_order_with_comms).items()
+        } == texts(one.pipeline_order_with_comms)
+
+
+def test_the_caller_s_order_stays_as_it_is() -> None:
+    given = order(["0F0 0B0", "1F0 1B0"])
+    ours._add_send_recv(given, lambda stage: stage, 2)
+    assert texts(given) == {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}
+
+
+def test_an_action_is_a_named_tuple_with_text() -> None:
+    for text in ("1F0", "2I1", "0W3", "0B3", "1UNSHARD", "2SEND_B2", "(1F1;2B0)OVERLAP_F_B"):
+        assert repr(ours._Action.from_str(text)) == text
+    stage, kind, microbatch, parts = ours._Action(1, ours.F, 0)
+    assert (stage, kind, microbatch, parts) == (1, ours.FORWARD, 0, None)
+    assert ours._Action.from_str("  ") is None
+    assert ours._Action(1, ours.F, 0) == ours._Action.from_str("1F0") != ours._Action(1, ours.F, 1)
+    assert ours._Action(0, ours.OVERLAP_F_B).is_compute_op
+    assert not ours._Action(0, ours.SEND_F, 0).is_compute_op
+    with pytest.raises(RuntimeError, match="'1F0garbage' is no action"):
+        ours._Action.from_str("1F0garbage")
+    with pytest.raises(RuntimeError, match="'Q' is no kind of action"):
+        ours._ComputationType.from_str("Q")
+
+
+def test_a_bad_schedule_is_an_assertion_error_with_every_fault() -> None:
+    with pytest.raises(AssertionError, match="expected 2, actual 1"):
+        ours._validate_schedule(order(["0F0 0B0"]), 2, 2, 1)
+    with pytest.raises(AssertionError, match="The schedule cannot run:"):
+        ours._validate_schedule(order(["0B0 0F0", "1F0 1B0"]), 2, 2, 1)
+    with pytest.raises(AssertionError, match="The schedule cannot run:"):
+        ours._validate_schedule(order(["0F0", "1F0 1B0"]), 2, 2, 1)
+
+
+def test_a_simulation_without_messages_does_not_go_on() -> None:
+    with pytest.raises(ValueError, match="Schedule is not progressing: rank 0 at 0B0, rank 1 at 1F0"):
+        ours._simulate_comms_compute(order(["0F0 0B0", "1F0 1B0"]), lambda stage: stage, 2)
+    with pytest.raises(ValueError, match="Unsupported action type UNSHARD"):
+        ours._simulate_comms_compute(order(["0UNSHARD 0F0 0B0"]), lambda stage: stage, 1)

@@ -1,0 +1,137 @@
+"""A stage does one microbatch at a time under the peer's names, with the gradients of the uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecut import PipelineStage, ScheduleGPipe
+from pipecut.compat._backward import stage_backward, stage_backward_input, stage_backward_weight
+from pipecut.compat.stage import _normalize_model_output_as_tuple, _PipelineStage
+
+
+def two_stages() -> tuple[nn.Sequential, list[PipelineStage]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(model)]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_two_stages_run_by_hand(full: bool) -> None:
+    model, (first, last) = two_stages()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    output = first.forward_one_chunk(0, (x,))
+    last.set_local_fwd_input(output, 0)
+    loss = nn.functional.mse_loss(last.forward_one_chunk(0, ()), y)
+    assert (len(first.fwd_cache), len(last.output_chunks), len(first.output_chunks)) == (1, 1, 0)
+    last.backward_one_chunk(0, loss=loss, full_backward=full)
+    first.set_local_bwd_input(last.get_local_bwd_output(0), 0)
+    first.backward_one_chunk(0, full_backward=full)
+    if not full:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for stage in (first, last):
+            stage.backward_weight_one_chunk(0, last_backward=True)
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+    assert not first.fwd_cache
+    first.scale_grads(4)
+    torch.testing.assert_close(first.submod.get_parameter("weight").grad, found["0.weight"] / 4)
+
+
+def test_calls_out_of_order_are_assertion_errors() -> None:
+    _, (first, last) = two_stages()
+    with pytest.raises(AssertionError, match=r"without backward_one_chunk\(full_backward=False\) of that microbatch"):
+        first.backward_weight_one_chunk(0)
+    with pytest.raises(AssertionError, match="stage 1 has no input for microbatch 0: give it what the stage before"):
+        last.forward_one_chunk(0, ())
+    with pytest.raises(AssertionError, match=r"has no microbatch 0 in flight: call forward_one_chunk\(\) before"):
+        last.backward_one_chunk(0)
+    with pytest.raises(AssertionError, match="is for stages after the first"):
+        first.set_local_fwd_input((), 0)
+    with pytest.raises(AssertionError, match="is for stages after the first"):
+        first.get_local_bwd_output(0)
+    with pytest.raises(AssertionError, match="stage 1 has no gradients for microbatch 0"):
+        last.get_local_bwd_output(0)
+    with pytest.raises(AssertionError, match="is for stages before the last"):
+        last.set_local_bwd_input((), 0)
+    first.forward_one_chunk(0, (torch.ones(2, 4),))
+    with pytest.raises(AssertionError, match="microbatch 0, needs the gradients of its outputs"):
+        first.backward_one_chunk(0)
+    first.clear_runtime_states()
+    assert not first.fwd_cache
+
+
+def test_attributes_of_a_stage() -> None:
+    _, (first, _) = two_stages()
+    assert (first.group_rank, first.group_size, first.has_backward, first._runtime_validate) == (0, 1, False, True)
+    first._has_backward = True
+    assert first.has_backward
+    assert first.stage_index_to_group_rank == {0: 0, 1: 0}
+    assert _normalize_model_output_as_tuple(1) == (1,)
+    first.perform_reduce_grad(2)
+    assert _PipelineStage.__mro__[1] is PipelineStage
+
+
+def test_dw_builder_is_called_for_each_microbatch_with_full_backwards_too() -> None:
+    built, ran = [], []
+
+    def builder() -> Callable[[], None]:
+        built.append(1)
+        return lambda: ran.append(1)
+
+    stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", dw_builder=builder)
+    ScheduleGPipe(stage, 3, loss_fn=nn.functional.mse_loss).step(torch.ones(6, 4), target=torch.ones(6, 4))
+    assert (len(built), len(ran)) == (3, 3)
+
+
+def test_output_chunks_are_kept_if_outputs_are_asked_for() -> None:
+    _, stages = two_stages()
+    schedule = ScheduleGPipe(stages, 3, loss_fn=nn.functional.mse_loss)
+    schedule.step(torch.ones(6, 4), target=torch.ones(6, 4))
+    assert [len(stage.output_chunks) for stage in stages] == [0, 3]
+    schedule.step(torch.ones(6, 4), target=torch.ones(6, 4), return_outputs=False)
+    assert [len(stage.output_chunks) for stage in stages] == [0, 0]
+
+
+def perceptron() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
+
+
+def test_backwards_by_the_peers_names() -> None:
+    model, x = perceptron()
+    whole = stage_backward(model(x), torch.ones(3, 4), [x])
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    for _ in range(2):
+        model.zero_grad()
+        inputs, groups = stage_backward_input([model(x)], [torch.ones(3, 4)], [x], model.parameters())
+        torch.testing.assert_close(inputs, whole)
+        torch.testing.assert_close(x.grad, whole[0])
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert stage_backward_weight(model.parameters(), groups) == (None,) * 4
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+    only = stage_backward((model(x), "text"), (torch.ones(3, 4), None), [x], outputs_with_grads_idxs=[0])
+    torch.testing.assert_close(only, whole)
+
+
+@pytest.mark.parametrize(("factor", "some"), [(2.0, True), (1.0, False)])
+def test_gradients_that_wait_may_be_overwritten(factor: float, some: bool) -> None:
+    model, x = perceptron()
+    model(x).sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    _, groups = stage_backward_input([model(x).sum()], None, [x], model.parameters())
+    for group in groups:
+        group["grads"] = tuple((each[0] * factor if some else None, None) for each in group["grads"])
+    stage_backward_weight(model.parameters(), groups)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        if some:
+            torch.testing.assert_close(parameter.grad, gradient * factor)
+        else:
+            assert parameter.grad is None

@@ -1,0 +1,236 @@
+"""Schedules and stages that derive from the peer's base classes run through the one executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecut import InputError, PipelineStage
+from pipecut.compat import schedules
+from pipecut.compat.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, _wait_batch_p2p
+from pipecut.compat.stage import _PipelineStageBase
+from tests.compat import user_schedules
+from tests.distributed.ranks import Ranks
+
+
+def layers(count: int) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    return torch.randn(8, 6), torch.randn(8, 6)
+
+
+def uncut_gradients(count: int) -> tuple[float, dict[str, Tensor]]:
+    model, (x, y) = nn.Sequential(*layers(count)), batch()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss.item(), {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def gradients_of(stages: list[PipelineStage]) -> dict[str, Tensor]:
+    return {
+        f"{stage.stage_index}.{name}": _gradient(parameter)
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+    }
+
+
+def assert_as_uncut(found: dict[str, Tensor], count: int) -> None:
+    _, wanted = uncut_gradients(count)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda told, name=name: f"{name}: {told}")
+
+
+@pytest.mark.parametrize("kind", user_schedules.ALL)
+def test_a_users_schedule_runs_in_one_process(kind: Any) -> None:
+    stages = [PipelineStage(layer, index, kind.n_stages, "cpu") for index, layer in enumerate(layers(kind.n_stages))]
+    schedule = kind(stages, kind.microbatches, loss_fn=nn.functional.mse_loss)
+    x, y = batch()
+    losses: list[Tensor] = []
+    for _ in range(2):
+        for stage in stages:
+            stage.submod.zero_grad()
+        output = schedule.step(x, target=y, losses=losses)
+    assert_as_uncut(gradients_of(stages), kind.n_stages)
+    assert len(losses) == kind.microbatches == len(stages[-1].output_chunks)
+    assert len(output) == 8
+    assert not any(stage.output_chunks for stage in stages[:-1])
+    assert not any(len(stage.fwd_cache) for stage in stages)
+    schedule.eval(x, target=y, losses=losses)
+
+
+def run_user_schedule(rank: int, name: str) -> tuple[dict[str, Tensor], list[float], str]:
+    kind = next(each for each in user_schedules.ALL if each.__name__ == name)
+    order = getattr(kind, "order", None) or {0: [], 1: []}
+    mine = sorted({each.stage_index for each in order[rank] if each is not None})
+    mine = mine or {"WithW": [[0, 2], [1, 3]]}.get(name, [[0], [1]])[rank]
+    made = layers(kind.n_stages)
+    stages = [PipelineStage(made[index], index, kind.n_stages, "cpu") for index in mine]
+    schedule = kind(stages, kind.microbatches, loss_fn=nn.functional.mse_loss)
+    x, y = batch()
+    losses: list[Tensor] = []
+    schedule.step(x, target=y, losses=losses)  # all ranks may pass the inputs
+    return gradients_of(stages), [loss.item() for loss in losses], repr(schedule.pipeline_order_with_comms)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", user_schedules.ALL[:4])
+def test_a_users_schedule_runs_on_ranks(kind: Any, two_ranks: Ranks) -> None:
+    parts = two_ranks.run(run_user_schedule, kind.__name__)
+    assert_as_uncut({name: gradient for found, _, _ in parts for name, gradient in found.items()}, kind.n_stages)
+    assert parts[0][2] == parts[1][2]
+
+
+class Mock(_PipelineStageBase):
+    """A stage that only says where it is."""
+
+    def __init__(self, num_stages: int = 4, group_size: int = 2) -> None:
+        self.num_stages, self.group_size, self.group_rank, self.group = num_stages, group_size, 0, None
+        self.submod: Any = None
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Own(_PipelineStageBase):
+    """A stage of one's own that runs."""
+
+    _create_grad_recv_info = Mock._create_grad_recv_info
+    _prepare_forward_infra = Mock._prepare_forward_infra
+    _prepare_backward_infra = Mock._prepare_backward_infra
+
+
+def test_the_base_of_stages_is_abstract_with_three_methods() -> None:
+    wanted = {"_create_grad_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
+    assert _PipelineStageBase.__abstractmethods__ == wanted
+    assert isinstance(PipelineStage(nn.Linear(2, 2), 0, 1, "cpu"), _PipelineStageBase)
+    with pytest.raises(TypeError, match="abstract"):
+        _PipelineStageBase(nn.Linear(2, 2), 0, 1, "cpu")  # type: ignore[abstract]
+
+
+def test_a_stage_of_ones_own_runs() -> None:
+    stages: list[PipelineStage] = [Own(layer, index, 2, "cpu") for index, layer in enumerate(layers(2))]
+    x, y = batch()
+    schedules.ScheduleGPipe(stages, 4, loss_fn=nn.functional.mse_loss).step(x, target=y)
+    assert_as_uncut(gradients_of(stages), 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_a_schedule_is_made_of_stages_that_only_say_where_they_are(name: str) -> None:
+    stages: Any = [Mock(), Mock()]
+    schedule: Any = schedules.get_schedule_class(name)(stages, 8)
+    wanted = schedules._validate_schedule(schedule.pipeline_order, 2, 4, 8)
+    assert stages[0].stage_index_to_group_rank == schedule.stage_index_to_group_rank == wanted
+    assert schedule._simulate()
+    again = schedule.pipeline_order_with_comms
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    assert schedule.pipeline_order_with_comms == again
+    with pytest.raises(InputError, match=r"a Mock has no module to run: its __init__ must call that of PipelineStage"):
+        schedule.step(torch.ones(8, 2))
+
+
+def test_v_schedules_refuse_other_numbers() -> None:
+    for name in ("ZBVZeroBubble", "DualPipeV"):
+        with pytest.raises(ValueError, match="chunks=3 does not fit"):
+            schedules.get_schedule_class(name)([Mock(6), Mock(6), Mock(6)], 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="microbatch"):
+        schedules.ScheduleDualPipeV([Mock(), Mock()], 1)
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_compiled_stage_is_refused_by_the_zero_bubble_family(name: str) -> None:
+    stages = [PipelineStage(torch.compile(layer), index, 2, "cpu") for index, layer in enumerate(layers(2))]  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=f"Schedule{name} is not supported with a stage that torch.compile made one"):
+        schedules.get_schedule_class(name)(stages, 4, ranks=1)  # type: ignore[arg-type]
+    schedules.ScheduleInterleaved1F1B(stages, 4, ranks=1)
+
+
+def test_a_schedule_without_an_order_says_so() -> None:
+    stages = [PipelineStage(layer, index, 2, "cpu") for index, layer in enumerate(layers(2))]
+    with pytest.raises(
+        InputError, match="PipelineScheduleMulti has no plan: set pipeline_order to the actions of every"
+    ):
+        schedules.PipelineScheduleMulti(stages, 2).step(torch.ones(4, 6))
+
+
+def test_a_loop_of_ones_own_is_refused() -> None:
+    class Loop(schedules.PipelineScheduleMulti):
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    stages = [PipelineStage(layer, index, 2, "cpu") for index, layer in enumerate(layers(2))]
+    with pytest.raises(
+        InputError, match=r"Loop defines _step_microbatches\(\), and steps are run by one executor here"
+    ):
+        Loop(stages, 2)
+
+
+def test_the_order_may_be_set_anew() -> None:
+    stages = [PipelineStage(layer, index, 2, "cpu") for index, layer in enumerate(layers(2))]
+    schedule = _PipelineScheduleRuntime(stages, 2, loss_fn=nn.functional.mse_loss)
+    x, y = batch()
+    for order in ("0F0 0F1 0B0 0B1|1F0 1B0 1F1 1B1", "0F0 0F1 0B1 0B0|1F0 1F1 1B1 1B0"):
+        schedule._prepare_schedule_with_comms(user_schedules.rows(*order.split("|")))
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(x, target=y)
+        assert_as_uncut(gradients_of(stages), 2)
+        assert [repr(action) for action in schedule.pipeline_order[0]] == order.split("|")[0].split()
+
+
+def test_a_custom_function_written_for_the_peer_runs() -> None:
+    stages = [PipelineStage(layer, index, 4, "cpu") for index, layer in enumerate(layers(4))]
+    schedule = schedules.ScheduleDualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, ranks=2)
+    seen = []
+
+    def overlapped(action: Any, ctx: Any) -> None:
+        assert isinstance(ctx, schedules._PipelineContext)
+        running = ctx.schedule_ref
+        by_index = {stage.stage_index: stage for stage in running._stages}
+        for part in action.sub_actions:
+            stage, number = by_index[part.stage_index], part.microbatch_index
+            if part.computation_type == _ComputationType.FORWARD:
+                if not stage.is_first and (part.stage_index, number) in running.fwd_recv_ops:
+                    _wait_batch_p2p(running.fwd_recv_ops.pop((part.stage_index, number)))
+                output = stage.forward_one_chunk(number, ctx.arg_mbs[number], ctx.kwarg_mbs[number])
+                running._maybe_compute_loss(stage, output, ctx.target_mbs, number)
+                if not stage.is_last:
+                    by_index[part.stage_index + 1].set_local_fwd_input(output, number)
+            else:
+                loss = running._maybe_get_loss(stage, number)
+                assert (loss is not None) is stage.is_last
+                running.backward_counter[part.stage_index] += 1
+                last = running.backward_counter[part.stage_index] == running._n_microbatches
+                stage.backward_one_chunk(number, loss=loss, full_backward=True, last_backward=last)
+            seen.append(part)
+
+    schedule.register_custom_function(schedules.OVERLAP_F_B, overlapped)
+    x, y = batch()
+    schedule.step(x, target=y)
+    assert seen
+    assert_as_uncut(gradients_of(stages), 4)
+
+
+def test_an_action_given_to_a_custom_function_has_the_peers_names() -> None:
+    from pipecut.schedule.peer_action import from_peer
+
+    action = from_peer(_Action.from_str("1F3"))  # type: ignore[arg-type]
+    assert (action.stage_index, action.computation_type, action.microbatch_index) == (1, schedules.F, 3)
+    assert action.sub_actions is None
+    assert action.is_compute_op

@@ -1,0 +1,118 @@
+"""Every name of the surface is there, and takes the arguments that code written for the peer passes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import pipecut
+from pipecut.compat import schedules
+from pipecut.compat.replaced import ReplacedError
+
+SURFACE = {
+    "": "pipeline pipe_split SplitPoint Pipe build_stage PipelineStage Schedule1F1B ScheduleGPipe "
+    "ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble ScheduleDualPipeV "
+    "_ScheduleForwardOnly",
+    "schedules": "_Action _ComputationType F B I W FORWARD FULL_BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT OVERLAP_F_B "
+    "SEND_F SEND_B RECV_F RECV_B UNSHARD RESHARD REDUCE_GRAD _PipelineContext _CustomFunctionProtocol "
+    "_PipelineSchedule PipelineScheduleSingle PipelineScheduleMulti _PipelineScheduleRuntime get_schedule_class "
+    "_add_reduce_grad _add_send_recv _add_unshard_reshard _batch_p2p _sorted_batch_p2p _defer_recv_ops "
+    "_dump_chrometrace _format_pipeline_order _get_profiler_function_name _merge_bw _requires_reduce_grad "
+    "_simulate_comms_compute _validate_schedule _wait_batch_p2p _check_torch_compile_compatibility dist",
+    "stage": "PipelineStage build_stage _PipelineStageBase _PipelineStage _normalize_model_output_as_tuple _RecvInfo",
+    "microbatch": "TensorChunkSpec _Replicate _CustomReducer _LossReducer sum_reducer split_args_kwargs_into_chunks "
+    "merge_chunks _split_tensor _split_block_mask _shard_dict_of_args DEFAULT_CHUNK_DIM",
+    "_IR": "Pipe pipeline pipe_split SplitPoint annotate_split_points PipeSequential LossWrapper TrivialLossWrapper "
+    "MultiUseParameterConfig get_submod_name PipeSplitWrapper DetachExecutor",
+    "_utils": "generate_stage_to_rank_mapping generate_rank_to_stage_mapping PipeInfo PipeliningMetadataError "
+    "PipeliningShapeError flatten_args flatten_args_detach _TensorMeta _DTensorMeta _StageMeta _MeshCache "
+    "InferenceMode extract_tensor_meta extract_tensor_metas to_local_if_dtensor validate_and_normalize_to_tuple "
+    "validate_metadata validate_tensors_metadata validate_static_arg_grad_correspondence _StageForwardMeta "
+    "_StageBackwardMeta",
+    "_backward": "stage_backward stage_backward_input stage_backward_weight",
+    "_unflatten": "_outline_submodules",
+    "_schedule_visualizer": "get_schedule_ops visualize_schedule add_schedule_op_spacing OpKey",
+    "_debug": "friendly_debug_info map_debug_info",
+}
+NAMES = [(module, name) for module, names in SURFACE.items() for name in names.split()]
+BUILT_IN = "GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()
+
+
+def module_of(package: str, module: str) -> object:
+    return importlib.import_module(f"{package}.{module}" if module else package)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_is_there(module: str, name: str) -> None:
+    assert hasattr(module_of("pipecut.compat", module), name)
+
+
+def parameters(value: object) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(value).parameters)  # type: ignore[arg-type]
+
+
+SIGNED = [
+    (module, name)
+    for module, name in NAMES
+    if name.islower()
+    or name.startswith(("Schedule", "PipelineStage", "_PipelineStageBase", "_Action", "_Stage", "_Mesh"))
+]
+OTHER_WORDS = {"PipelineStage", "dist", "sum_reducer"}  # no signature of their own, or a longer one
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("module", "name"), [each for each in SIGNED if each[1] not in OTHER_WORDS])
+def test_a_signature_takes_what_the_peers_takes(module: str, name: str) -> None:
+    theirs = getattr(module_of("torch.distributed.pipelining", module), name, None)
+    ours = getattr(module_of("pipecut.compat", module), name)
+    if theirs is None or name in ("annotate_split_points", "_outline_submodules"):
+        assert name in ("PipeliningShapeError", "annotate_split_points", "_outline_submodules")
+        return
+    mine, wanted = parameters(ours), parameters(theirs)
+    open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in mine.values())
+    for place, (key, parameter) in enumerate(wanted.items()):
+        if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            continue
+        assert key in mine or open_ended, f"{name} does not take {key}"
+        needed = parameter.default is inspect.Parameter.empty
+        if needed and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert list(mine)[place] == key, f"{name} takes {key} at another place"
+        if key in mine and not needed:
+            assert mine[key].default is not inspect.Parameter.empty, f"{name} needs {key}, and the peer does not"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_class_of_a_built_in_schedule_is_ours(name: str) -> None:
+    cls = schedules.get_schedule_class(name.upper())
+    assert cls is getattr(pipecut, f"Schedule{name}") is getattr(schedules, f"Schedule{name}")
+    assert issubclass(cls, schedules._PipelineSchedule)
+    assert issubclass(cls, schedules.PipelineScheduleSingle) is (name in ("GPipe", "1F1B"))
+    assert issubclass(cls, schedules._PipelineScheduleRuntime) is (name not in ("GPipe", "1F1B"))
+    assert not hasattr(cls, "num_microbatches")
+
+
+def test_bases_are_found_by_name() -> None:
+    assert schedules.get_schedule_class("pipelineschedulemulti") is pipecut.PipelineScheduleMulti
+    assert schedules.get_schedule_class("PipelineScheduleSingle") is pipecut.PipelineScheduleSingle
+    with pytest.raises(ValueError, match="Unknown schedule name 'nope'"):
+        schedules.get_schedule_class("nope")
+
+
+def test_a_replaced_name_says_what_to_use() -> None:
+    from pipecut.compat._IR import annotate_split_points
+
+    with pytest.raises(ReplacedError, match=r"annotate_split_points is not part of pipecut: pass split_spec= to"):
+        annotate_split_points(None, {})
+
+
+def test_compat_does_not_import_the_peer() -> None:
+    code = """
+        import sys, pipecut.compat
+        assert not [name for name in sys.modules if name.startswith("torch.distributed.pipelining")]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -1,0 +1,183 @@
+"""plan(): what it chooses, that it trains as the uncut model, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipecut
+from pipecut import InputError, PipeError, PlanError, TrainingPlan
+from pipecut.planning.choices import in_flight, microbatch_sizes
+from pipecut.planning.memory_size import read_memory
+from pipecut.schedule import plan_for, simulate
+from pipecut.split.costs.machine import Machine
+
+MACHINE = Machine(matmul_flops={torch.float32: 1e9}, memory_bandwidth=1e9, overhead=0.0)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(8) for _ in range(8)))
+
+
+def planned(ranks: int = 2, batch: int = 12, **options: Any) -> TrainingPlan:
+    options = {"machine": MACHINE, "time_budget": 0.0} | options
+    return pipecut.plan(model(), torch.ones(4, 8), ranks=ranks, batch=batch, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedules": ["1F1B"]},
+        {"schedules": ["ZBVZeroBubble"], "microbatch": 3},
+        {"schedules": ["1F1B"], "recompute": True},
+        {"schedules": ["1F1B", "ZB-H1"], "microbatch": 2, "time_budget": 0.3},
+        {"schedules": ["1F1B"], "microbatch": [2, 5]},
+    ],
+)
+def test_a_plan_trains_as_the_uncut_model(options: dict[str, Any]) -> None:
+    found = planned(**options)
+    assert found.source is not None
+    net, x, y = found.source[0], torch.randn(12, 8), torch.randn(12, 8)
+    nn.functional.mse_loss(net(x), y).backward()
+    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+    net.zero_grad(set_to_none=True)
+    schedule = found.build(loss_fn=nn.functional.mse_loss)
+    schedule.tracing = True
+    schedule.step(x, target=y)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    assert len(pipecut.compare(found, schedule.trace()).ranks) == 2
+
+
+def test_the_chosen_one_is_the_fastest_and_the_table_says_why_others_lost() -> None:
+    found = planned(memory="60kB")
+    times = [each.step_time for each in found.alternatives if each.step_time is not None and "slower" in each.reason]
+    assert times
+    assert found.step_time <= min(times)
+    assert max(found.memory) <= 60e3
+    text = str(found)
+    assert "why it lost" in text
+    assert "slower" in text
+    assert "microbatches of" in text
+
+
+def test_recomputation_is_chosen_where_memory_is_short() -> None:
+    """Long microbatches and little memory: keeping activations does not fit, computing them again does."""
+    wide = nn.Sequential(*(Block(4) for _ in range(12)))
+    example = torch.ones(512, 4)
+    options: dict[str, Any] = {"ranks": 2, "batch": 4096, "microbatch": 512, "schedules": ["GPipe"], "machine": MACHINE}
+    free = pipecut.plan(wide, example, **options, time_budget=0.0)
+    again = pipecut.plan(wide, example, **options, recompute=True, time_budget=0.0)
+    assert not free.recompute
+    assert max(again.memory) < max(free.memory)
+    limit = 1.02 * max(again.memory)
+    tight = pipecut.plan(wide, example, **options, memory=limit, time_budget=0.0)
+    assert tight.recompute
+    assert tight.step_time > free.step_time
+
+
+def test_uneven_ranks_get_uneven_stages() -> None:
+    even, uneven = planned(schedules=["1F1B"]), planned(schedules=["1F1B"], speeds=[1.0, 3.0])
+    pipes = [each.pipe() for each in (even, uneven)]
+    counts = [sum(p.numel() for p in pipe.get_stage_module(1).parameters()) for pipe in pipes]
+    assert counts[1] > counts[0]
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    found = planned(schedules=["ZBVZeroBubble"])
+    found.save(tmp_path / "plan.json")
+    loaded = TrainingPlan.load(tmp_path / "plan.json", model(), torch.ones(4, 8))
+    assert loaded.cuts == found.cuts
+    assert loaded.schedule_plan.actions == found.schedule_plan.actions
+    assert loaded.step_time == pytest.approx(found.step_time)
+    assert loaded.memory == found.memory
+    loaded.build(loss_fn=nn.functional.mse_loss).step(torch.ones(12, 8), target=torch.ones(12, 8))
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    planned(schedules=["1F1B"]).save(path)
+    with pytest.raises(InputError, match=r"was made for a Sequential with other parameters than this Linear has"):
+        TrainingPlan.load(path, nn.Linear(8, 8), torch.ones(4, 8))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"version": 99}))
+    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 1"):
+        TrainingPlan.load(path, model(), torch.ones(4, 8))
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"is no training plan: write one with plan.save\(\)"):
+        TrainingPlan.load(path, model(), torch.ones(4, 8))
+    path.write_text("not json")
+    with pytest.raises(InputError, match="is no training plan: Expecting value"):
+        TrainingPlan.load(path, model(), torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"memory": "1kB"}, PlanError, r"Nothing fits memory=1 kB on each rank: the least that would do is \d"),
+        ({"memory": "much"}, InputError, "memory='much': write it as 24GB"),
+        ({"memory": -1}, InputError, "give the bytes that a rank has, more than 0"),
+        ({"ranks": 0}, InputError, "ranks must be a whole number of at least 1, got 0"),
+        ({"batch": 1}, InputError, r"a batch of 1 has fewer samples than there are ranks \(2\)"),
+        ({"ranks": 64, "batch": 64, "schedules": ["1F1B"]}, PipeError, "can be cut into"),
+        ({"schedules": ["Nope"]}, PlanError, "There is no schedule 'Nope' that trains"),
+        ({"microbatch": 13}, InputError, "microbatch=13: give sizes from 1 to the batch, 12"),
+        ({"speeds": [1.0, 0.0]}, PipeError, r"speeds\[1\] is 0.0: rank 1 would never finish"),
+        ({"cost": "guessed"}, InputError, "cost must be 'analytic' or 'measured', got 'guessed'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        planned(**options)
+
+
+def test_a_rank_that_is_not_there() -> None:
+    with pytest.raises(InputError, match="rank 2 is not one of the plan's ranks, 0 to 1"):
+        planned(schedules=["1F1B"]).build(2)
+
+
+def test_another_model_than_the_planned_one() -> None:
+    with pytest.raises(InputError, match="this plan was made for a Sequential with other parameters than this Linear"):
+        planned(schedules=["1F1B"]).pipe(nn.Linear(8, 8))
+
+
+def test_measured_costs() -> None:
+    found = planned(schedules=["1F1B"], cost="measured", microbatch=4)
+    assert found.step_time > 0
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GB", 24e9), ("1 MiB", 2.0**20), ("7", 7.0), (8, 8.0), (None, None)])
+def test_sizes_of_memory(text: Any, size: float | None) -> None:
+    assert read_memory(text) == size
+
+
+def test_sizes_of_microbatches() -> None:
+    assert microbatch_sizes(12, 2) == [1, 2, 3, 4, 6]
+    assert microbatch_sizes(7, 4) == [1]
+    assert len(microbatch_sizes(2**12, 2)) == 6
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_microbatches_in_flight_agree_with_the_simulator(name: str) -> None:
+    plan = plan_for(name, ranks=3, microbatches=7)
+    for stage in range(plan.stages):
+        costs = pipecut.schedule.Costs(
+            memory_forward=[float(index == stage) for index in range(plan.stages)],
+            memory_backward_weight=[-float(index == stage) for index in range(plan.stages)],
+        )
+        assert max(simulate(plan, costs).peak_memory) == in_flight(plan)[stage]

@@ -1,0 +1,46 @@
+"""Predicted and executed, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipecut.errors import PlanError
+from pipecut.schedule import Costs, Timeline, compare, plan_for, simulate
+
+REPORT = simulate(plan_for("ZB-H1", ranks=2, microbatches=3), Costs(forward=2, backward_input=3, backward_weight=1))
+
+
+def slower(timeline: Timeline, factor: float) -> Timeline:
+    spans = tuple(span._replace(start=10 + factor * span.start, end=10 + factor * span.end) for span in timeline)
+    return replace(timeline, spans=spans, unit="s")
+
+
+def test_a_run_that_takes_twice_as_long() -> None:
+    comparison = compare(REPORT, slower(REPORT.timeline, 2.0))
+    assert comparison.step.executed == pytest.approx(2 * REPORT.makespan)
+    assert {line.what: line.ratio for line in comparison.kinds} == pytest.approx(
+        {"forward": 2.0, "backward input": 2.0, "backward weight": 2.0}
+    )
+    assert [line.what for line in comparison.ranks] == ["rank 0", "rank 1"]
+    assert "step" in str(comparison)
+    assert "2.000" in str(comparison)
+
+
+def test_traces_of_single_ranks() -> None:
+    parts = [Timeline("part", 2, tuple(row), "s") for row in REPORT.timeline.by_rank]
+    assert compare(REPORT, parts).step.ratio == 1.0
+    only = compare(REPORT, parts[1])
+    assert [line.what for line in only.ranks] == ["rank 1"]
+
+
+def test_nothing_was_traced() -> None:
+    with pytest.raises(PlanError, match=r"switch tracing on \(schedule.tracing = True\) before the step"):
+        compare(REPORT, Timeline("empty", 2, ()))
+
+
+def test_a_run_of_another_plan() -> None:
+    other = simulate(plan_for("1F1B", ranks=2, microbatches=3), Costs())
+    with pytest.raises(PlanError, match="0B0 was executed and is not in the plan 'ZB-H1"):
+        compare(REPORT, other.timeline)

@@ -1,0 +1,152 @@
+"""The bytes that autograd is said to keep, beside those that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipecut import pipeline
+from pipecut.split.costs.step_cost import CostFinder, StepCost
+
+
+class ConvNet(nn.Module):
+    """Convolutions, norms, pooling and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+        )  # fmt: skip
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """Products of activations, a norm written by hand, and attention by matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.up = (nn.Linear(32, width) for width in (96, 64, 64))
+        self.down = nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        query, key, value = (part.view(*x.shape[:2], 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = torch.softmax(query @ key.transpose(2, 3) / 8**0.5, dim=-1) @ value
+        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    """Four blocks, each keeping only what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.LayerNorm(32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Tokens(nn.Module):
+    """An embedding, dropout, and a loss at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.dropout(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def mlp(activation: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), activation(), nn.LayerNorm(32))))
+
+
+def bytes_kept(model: nn.Module, args: tuple[Any, ...]) -> int:
+    """What autograd keeps in one forward, parameters and buffers aside, each memory once."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(*args)
+        assert result is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "relu": (lambda: mlp(nn.ReLU), lambda batch: (torch.randn(batch, 32),)),
+    "gelu": (lambda: mlp(nn.GELU), lambda batch: (torch.randn(batch, 32),)),
+    "tanh": (lambda: mlp(nn.Tanh), lambda batch: (torch.randn(batch, 32),)),
+    "convolutions": (ConvNet, lambda batch: (torch.randn(batch, 3, 16, 16),)),
+    "gated": (Gated, lambda batch: (torch.randn(batch, 12, 32),)),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), 3,
+                                      enable_nested_tensor=False),
+        lambda batch: (torch.randn(batch, 12, 32),),
+    ),
+    "tokens": (Tokens, lambda batch: (torch.randint(50, (batch, 12)),)),
+    "recurrent": (lambda: nn.LSTM(32, 32, 2, batch_first=True), lambda batch: (torch.randn(batch, 12, 32),)),
+}  # fmt: skip
+
+
+def run_cost(model: nn.Module, args: tuple[Any, ...]) -> StepCost:
+    traced = pipeline(model, args).traced
+    return CostFinder(traced).run(traced.steps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_bytes_are_those_that_autograd_keeps_at_any_batch(name: str) -> None:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    cost = run_cost(model, inputs(4))
+    for batch in (4, 16):
+        kept = bytes_kept(model, inputs(batch))
+        assert cost.at({"batch": batch}).saved_bytes == pytest.approx(kept, rel=0.15)
+
+
+def test_a_checkpoint_keeps_only_what_goes_in() -> None:
+    cost = run_cost(Checkpointed(), (torch.randn(4, 32, requires_grad=True),)).at({"batch": 4})
+    assert cost.saved_bytes == 4 * (4 * 32 * 4)
+
+
+def test_parameters_are_counted_once_and_are_no_activations() -> None:
+    layer = nn.Linear(8, 8)
+    cost = run_cost(nn.Sequential(layer, nn.ReLU(), layer), (torch.randn(2, 8),)).at({"batch": 2})
+    assert cost.parameter_bytes == (64 + 8) * 4
+    assert cost.saved_bytes == 2 * (2 * 8 * 4)
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    model = mlp(nn.GELU).requires_grad_(False)
+    assert run_cost(model, (torch.randn(2, 32),)).saved_bytes == 0
+
+
+def test_a_view_moves_no_bytes_and_a_lookup_only_what_it_takes() -> None:
+    traced = pipeline(nn.Sequential(nn.Embedding(1000, 4), nn.Flatten()), (torch.zeros(2, 3, dtype=torch.long),)).traced
+    finder = CostFinder(traced)
+    lookup, view = [finder.step(step) for step in traced.steps if step.kind == "op"]
+    assert view.bytes_moved == 0
+    assert lookup.at({"batch": 2}).bytes_moved == 2 * (2 * 3 * 4 * 4) + 2 * 3 * 8
