@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from .kinds import Kind
-from .trial import Trial, try_model
+from .trial import Outcome, Trial, try_model
 
 BYTES = 4 * 2**30  # a model that does not get by with this is not tiny
 
@@ -34,6 +35,7 @@ def run_jobs(jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, s
     """The trials as they finish. Processes are forked, so that transformers is imported once."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs), dict[Connection, tuple[Any, Job, float]]()
+    trained: set[Connection] = set()
     while waiting or running:
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
@@ -45,23 +47,50 @@ def run_jobs(jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, s
         ready = wait(list(running), timeout=0.5)
         late = [connection for connection, (_, _, limit) in running.items() if time.monotonic() > limit]
         for connection in {*ready, *late}:
+            if connection in ready and connection not in trained and _says_that_it_trains(connection):
+                trained.add(connection)
+                continue
             process, job, _ = running.pop(connection)
-            yield _result(connection, job, process, seconds)
+            yield _result(connection, job, process, seconds, connection in trained)
 
 
-def _result(connection: Any, job: Job, process: Any, seconds: float) -> Trial:
+def _says_that_it_trains(connection: Any) -> bool:
+    """Whether the next message is not the result yet. What is not, is put back for `_result`."""
+    try:
+        message = connection.recv()
+    except EOFError:
+        return False
+    if isinstance(message, Trial):
+        _RESULTS[connection] = message
+    return message == TRAINS
+
+
+def _result(connection: Any, job: Job, process: Any, seconds: float, trained: bool) -> Trial:
+    if connection in _RESULTS:
+        trial = _RESULTS.pop(connection)
+        _end(process, connection)
+        return trial
+    outcome: Outcome = "error" if trained else "not uncut"
     try:
         if connection.poll():
-            trial: Trial = connection.recv()
-            return trial
-        return Trial(job.kind.name, job.model_class.__name__, "error", f"took longer than {seconds:.0f} s")
+            result: Trial = connection.recv()
+            return result
+        return Trial(job.kind.name, job.model_class.__name__, outcome, f"took longer than {seconds:.0f} s")
     except EOFError:
         process.join()
-        return Trial(job.kind.name, job.model_class.__name__, "error", f"the process died ({process.exitcode})")
+        return Trial(job.kind.name, job.model_class.__name__, outcome, f"the process died ({process.exitcode})")
     finally:
-        process.kill()
-        process.join()
-        connection.close()
+        _end(process, connection)
+
+
+def _end(process: Any, connection: Any) -> None:
+    process.kill()
+    process.join()
+    connection.close()
+
+
+TRAINS = "trains uncut"
+_RESULTS: dict[Any, Trial] = {}
 
 
 def _run(connection: Any, job: Job, stages: int, schedule: str) -> None:
@@ -72,5 +101,6 @@ def _run(connection: Any, job: Job, stages: int, schedule: str) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what models print about themselves would tear the table apart
         os.dup2(silence, stream)
-    connection.send(try_model(job.kind, job.config_class, job.model_class, stages, schedule))
+    tell = functools.partial(connection.send, TRAINS)
+    connection.send(try_model(job.kind, job.config_class, job.model_class, stages, schedule, tell))
     connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,14 +32,25 @@ class Trial:
     cause: str = ""
 
 
-def try_model(kind: Kind, config_class: type[Any], model_class: type[Any], stages: int, schedule: str) -> Trial:
-    """Cut, train a step, and compare with the uncut model, run microbatch by microbatch."""
+def try_model(
+    kind: Kind,
+    config_class: type[Any],
+    model_class: type[Any],
+    stages: int,
+    schedule: str,
+    trains_uncut: Callable[[], None],
+) -> Trial:
+    """Cut, train a step, and compare with the uncut model, run microbatch by microbatch.
+
+    `trains_uncut` is called when it is known that there is something to compare with.
+    """
     name = model_class.__name__
     try:
         model, batch = _trainable(kind, config_class, model_class)
     except Exception as error:  # noqa: BLE001 - it is not about our code then
         return Trial(kind.name, name, "not uncut", _in_short(error))
     expected = _uncut_gradients(model, batch)
+    trains_uncut()
     model.zero_grad(set_to_none=True)
     try:
         pipe = pipecut.pipeline(model, (), batch, num_stages=stages)

@@ -164,9 +164,9 @@ class ModelTracer:
         if new:
             be = "is" if len(new) == 1 else "are"
             warnings.warn(
-                f"{', '.join(new)} of {type(self.model).__name__} {be} set while a module runs that stays as it is. Code "
-                "outside of that module that reads them has been traced with what they were before: hand such values "
-                "over as tensors, in arguments and results",
+                f"{', '.join(new)} of {type(self.model).__name__} {be} set while a module runs that stays as it is. "
+                "Code outside of that module that reads them has been traced with what they were before: hand such "
+                "values over as tensors, in arguments and results",
                 PipeWarning,
                 stacklevel=7,
             )

@@ -78,7 +78,7 @@ def balance(
     `lower_bound` says how far from the best it can be.
 
     >>> balance(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3).cuts
-    (5, 7)
+    (4, 6)
     >>> balance(Blocks(times=(4, 4, 4, 4)), 2, speeds=[1, 3]).cuts
     (1,)
     >>> balance(Blocks(times=(1, 1, 1, 1, 1, 5)), [0, 1, 1, 0]).loads
