@@ -103,9 +103,15 @@ class FlowFinder:
             sizes[symbol] = self._size_source(symbol, inputs)
             if sizes[symbol][0] not in inputs:
                 inputs.append(sizes[symbol][0])
-        if HERE in keys and not inputs and not self.traced.state_names:
+        if HERE in keys and not inputs and not self._has_parameters(keys):
+            # The device is that of an input, or of a parameter.
             inputs.append(next(entry.step for entry in self.traced.inputs if entry.step is not None))
         return inputs, sizes
+
+    def _has_parameters(self, keys: frozenset[Key]) -> bool:
+        names = {name for name, _ in self.traced.model.named_parameters(remove_duplicate=False)}
+        used = [self.traced.state_names.get(key, ()) for key in keys if isinstance(key, int)]
+        return any(name in names for state in used for name in state)
 
     def _arrives(self, value: int, stage: int) -> bool:
         """Whether a value comes from outside the stage, and is not part of its own state."""
