@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import backward, balance, cutting, planning, running, stepping
+from . import backward, balance, cutting, planning, prediction, running, stepping
 
 BENCHMARKS = {
     "cutting": cutting.run,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "planning": planning.run,
     "backward": backward.run,
     "stepping": stepping.run,
+    "prediction": prediction.run,
     "balance": balance.run,
 }
 

@@ -14,6 +14,8 @@ from ..split.automatic import BalancedCut, balanced_cut
 from ..split.chain import Chain, StageCost
 from .choices import Choice, in_flight
 
+ROUNDS = 4
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -50,13 +52,36 @@ class Candidate:
 
 
 def make_candidate(
-    choice: Choice, chain: Chain, ranks: int, speeds: Sequence[float] | None, limit: float | None
+    choice: Choice,
+    chain: Chain,
+    ranks: int,
+    speeds: Sequence[float] | None,
+    limits: Sequence[float] | None,
 ) -> Candidate:
-    """Cut for a choice, and simulate. The chain has the costs of one microbatch of its size."""
+    """Cut for a choice, and simulate. The chain has the costs of one microbatch of its size.
+
+    If activations are computed again, those of one microbatch are all there for a while. How many that are follows
+    from the cut, so that a cut which is too large is made again with less memory.
+    """
+    room = limits
+    for _ in range(ROUNDS):
+        found = _cut_once(choice, chain, ranks, speeds, room)
+        if limits is None or room is None:
+            break
+        over = [max(0.0, needed - limit) for needed, limit in zip(found.memory, limits, strict=True)]
+        if not any(over):
+            break
+        room = [max(1.0, left - more) for left, more in zip(room, over, strict=True)]
+    return found
+
+
+def _cut_once(
+    choice: Choice, chain: Chain, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
+) -> Candidate:
     plan = choice.plan(ranks)
     flying = in_flight(plan)
     seen = _recomputing(chain) if choice.recompute else chain
-    cut = balanced_cut(seen, list(plan.placement.rank_of), speeds=speeds, memory_limit=limit, in_flight=flying)
+    cut = balanced_cut(seen, list(plan.placement.rank_of), speeds=speeds, memory_limit=limits, in_flight=flying)
     stages = cut.chain.stage_costs(cut.balance.cuts)
     speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
     costs = costs_of(stages, speed_of, chain)

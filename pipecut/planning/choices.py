@@ -68,8 +68,16 @@ def in_flight(plan: Plan) -> list[float]:
 CHANGES = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
 
 
-def check_numbers(ranks: int, batch: int) -> None:
+def check_request(ranks: int, batch: int, recompute: object, time_budget: object, speeds: object) -> None:
     """Refuse what cannot be planned for."""
+    if recompute not in (True, False, "auto"):
+        raise InputError(f"recompute must be True, False or 'auto', got {recompute!r}")
+    if not isinstance(time_budget, int | float) or not 0 <= time_budget < float("inf"):
+        raise InputError(f"time_budget must be seconds, 0 or more, got {time_budget!r}")
+    if speeds is not None and not (
+        isinstance(speeds, Sequence) and all(isinstance(each, int | float) for each in speeds)
+    ):
+        raise InputError(f"speeds must be a list with a number for each rank, got {speeds!r}")
     for name, value in (("ranks", ranks), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -84,6 +92,8 @@ def known_schedules(names: Sequence[str] | None) -> tuple[str, ...]:
     """The schedules to try."""
     if names is None:
         return TRAINING
+    if isinstance(names, str) or not names:
+        raise PlanError(f"schedules={names!r}: give a list of names, such as ['1F1B', 'ZB-H1'].")
     unknown = [name for name in names if name not in TRAINING]
     if unknown:
         raise PlanError(f"There is no schedule '{unknown[0]}' that trains: choose among {', '.join(TRAINING)}.")

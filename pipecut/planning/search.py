@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -15,12 +14,13 @@ from ..pipe_ir.traced import TracedModel
 from ..pipe_ir.tracer import ModelTracer
 from ..schedule.auto.search import search_schedule
 from ..schedule.placement import Placement
-from ..split.balance import as_bytes
+from ..split.balance import TooLittleMemoryError, as_bytes
 from ..split.chain import Chain, chain_of
 from ..split.costs.machine import Machine
+from ..split.state import written_state
 from .candidate import Candidate, make_candidate
-from .choices import Choice, all_choices, check_numbers, known_schedules, microbatch_sizes
-from .memory_size import read_memory
+from .choices import all_choices, check_request, known_schedules, microbatch_sizes
+from .memory_size import Memory, read_memory
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
 BEST = 3  # cuts for which a schedule of their own is searched
@@ -33,7 +33,7 @@ def plan(
     *,
     ranks: int,
     batch: int,
-    memory: float | str | None = None,
+    memory: Memory = None,
     schedules: Sequence[str] | None = None,
     microbatch: int | Sequence[int] | None = None,
     recompute: bool | Literal["auto"] = "auto",
@@ -56,9 +56,9 @@ def plan(
     >>> found.ranks, found.schedule_plan.stages, found.microbatch * found.microbatches
     (2, 2, 16)
     """
-    check_numbers(ranks, batch)
+    check_request(ranks, batch, recompute, time_budget, speeds)
     names = known_schedules(schedules)
-    limit = read_memory(memory)
+    limits = read_memory(memory, ranks)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     tell = progress or (lambda text: None)
     tell("tracing the model")
@@ -69,27 +69,23 @@ def plan(
     candidates: list[Candidate] = []
     alternatives: list[Alternative] = []
     problems: list[PipeError] = []
-    for choice in all_choices(names, sizes, batch, (False, True) if recompute == "auto" else (bool(recompute),)):
+    for choice in all_choices(names, sizes, batch, _recompute(traced, recompute)):
         tell(f"{choice.schedule}, {choice.microbatches} microbatches of {choice.microbatch}")
         try:
-            candidate = make_candidate(choice, chains[choice.microbatch], ranks, speeds, limit)
+            candidate = make_candidate(choice, chains[choice.microbatch], ranks, speeds, limits)
         except (SplitError, PlanError) as error:
             alternatives.append(Alternative(choice, None, None, None, str(error)))
             problems.append(error)
             continue
-        worst = max(candidate.memory)
-        if limit is not None and worst > limit:
-            reason = f"needs {as_bytes(worst)} on rank {candidate.memory.index(worst)}"
-            alternatives.append(Alternative.of(candidate, reason))
+        over = _over(candidate, limits)
+        if over is not None:
+            alternatives.append(Alternative.of(candidate, f"needs {as_bytes(candidate.memory[over])} on rank {over}"))
             continue
         candidates.append(candidate)
     if not candidates:
-        unlimited = partial(make_candidate, ranks=ranks, speeds=speeds, limit=None)
-        raise _nothing_fits(
-            [each.choice for each in alternatives], problems, limit, lambda it: unlimited(it, chains[it.microbatch])
-        )
+        raise _nothing_fits(alternatives, problems, limits)
     candidates.sort(key=lambda each: each.step_time)
-    best = _with_searched_schedules(candidates, limit, time_budget, tell)
+    best = _with_searched_schedules(candidates, limits, time_budget, tell)
     alternatives += [
         Alternative.of(each, f"{each.step_time / best.step_time - 1:.1%} slower")
         for each in candidates
@@ -114,6 +110,10 @@ def _sizes(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: i
     if "batch" not in {str(symbol) for symbol in traced.dims}:
         example = next((entry.spec for entry in traced.inputs if entry.spec is not None and entry.spec.shape), None)
         size = int(example.shape[0]) if example is not None else fixed or 1
+        if microbatch not in (None, size):
+            raise InputError(
+                f"microbatch={microbatch!r}: the trace holds for microbatches of {size} samples only, as in the example"
+            )
         if batch % size:
             raise InputError(
                 f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is no multiple of "
@@ -122,8 +122,10 @@ def _sizes(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: i
         return [size]
     if microbatch is None:
         return microbatch_sizes(batch, ranks)
-    given = [microbatch] if isinstance(microbatch, int) else list(microbatch)
-    wrong = [size for size in given if size < 1 or size > batch]
+    given = (
+        [microbatch] if isinstance(microbatch, int) else list(microbatch) if isinstance(microbatch, Sequence) else []
+    )
+    wrong = [size for size in given if type(size) is not int or size < 1 or size > batch]
     if wrong or not given:
         raise InputError(f"microbatch={microbatch!r}: give sizes from 1 to the batch, {batch}")
     return given
@@ -164,7 +166,7 @@ def _ratio(seen: float, said: float) -> float:
 
 
 def _with_searched_schedules(
-    candidates: list[Candidate], limit: float | None, time_budget: float, tell: Callable[[str], None]
+    candidates: list[Candidate], limits: Sequence[float] | None, time_budget: float, tell: Callable[[str], None]
 ) -> Candidate:
     """The best candidate; for the best few cuts a schedule is searched that is made for their costs."""
     best = candidates[0]
@@ -174,7 +176,7 @@ def _with_searched_schedules(
         if left <= 0:
             break
         tell(f"searching a schedule for the cut of {candidate.choice.schedule}")
-        room = None if limit is None else [limit - kept for kept in candidate.kept]
+        room = None if limits is None else [limit - kept for limit, kept in zip(limits, candidate.kept, strict=True)]
         try:
             found = search_schedule(
                 ranks=candidate.plan.ranks,
@@ -189,7 +191,7 @@ def _with_searched_schedules(
         except PlanError:  # nothing fits this memory; the candidate itself does
             continue
         searched = candidate.with_plan(found.plan)
-        if searched.step_time < best.step_time and (limit is None or max(searched.memory) <= limit):
+        if searched.step_time < best.step_time and _over(searched, limits) is None:
             best = searched
     return best
 
@@ -200,19 +202,35 @@ def _is_v(placement: Placement) -> bool:
     return placement.stages == 2 * ranks and placement.rank_of[ranks] == ranks - 1 and ranks > 1
 
 
+def _over(candidate: Candidate, limits: Sequence[float] | None) -> int | None:
+    """A rank that needs more memory than it has."""
+    if limits is None:
+        return None
+    return next((rank for rank, limit in enumerate(limits) if candidate.memory[rank] > limit), None)
+
+
+def _recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
+    """Whether activations may be computed again: not where a forward changes buffers, which it would do twice."""
+    written = sorted(written_state(traced))
+    if written and recompute is True:
+        raise InputError(
+            f"recompute=True runs forwards twice, and this model's forward changes {written[0]!r}: it would be changed "
+            "twice; put the model in evaluation mode, or leave recompute at 'auto'"
+        )
+    if recompute == "auto":
+        return (False,) if written else (False, True)
+    return (bool(recompute),)
+
+
 def _nothing_fits(
-    choices: Sequence[Choice], problems: Sequence[PipeError], limit: float | None, make: Callable[[Choice], Candidate]
+    alternatives: Sequence[Alternative], problems: Sequence[PipeError], limits: Sequence[float] | None
 ) -> PipeError:
-    """Why there is no plan: say the least memory that would do."""
-    needed = []
-    for choice in choices if limit is not None else ():
-        try:
-            needed.append(max(make(choice).memory))
-        except (SplitError, PlanError):  # not for want of memory
-            continue
-    if not needed:
+    """Why there is no plan: say the least memory that would do, of all that was tried."""
+    needed = [error.needed for error in problems if isinstance(error, TooLittleMemoryError)]
+    needed += [max(each.memory) for each in alternatives if each.memory is not None]
+    if limits is None or not needed:
         return problems[0]
     return PlanError(
-        f"Nothing fits memory={as_bytes(limit or 0)} on each rank: the least that would do is {as_bytes(min(needed))}. "
-        "Use more ranks, a smaller microbatch, or recompute='auto'."
+        f"Nothing fits memory={as_bytes(min(limits))} on each rank: the least that would do is about "
+        f"{as_bytes(min(needed))}. Use more ranks, a smaller microbatch, or recompute='auto'."
     )

@@ -17,7 +17,15 @@ from .balancing.preferred import preferred_cuts
 from .balancing.problem import Blocks, Ranks, Shared
 from .balancing.reach import Reach
 
-__all__ = ["Balance", "Blocks", "Ranks", "Shared", "balance"]
+__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance"]
+
+
+class TooLittleMemoryError(SplitError):
+    """No cut fits. `needed` is the least memory of a rank that would do."""
+
+    def __init__(self, text: str, needed: float) -> None:
+        super().__init__(text)
+        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def _exact(blocks: Blocks, ranks: Ranks, slack: float) -> tuple[list[int], float
     reach = Reach(blocks, ranks)
     least = reach.least()
     if least is None:
-        raise SplitError(_no_cut_fits(blocks, ranks))
+        raise _no_cut_fits(blocks, ranks)
     return preferred_cuts(reach, least * (1 + slack)), least
 
 
@@ -123,11 +131,13 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
     cuts, certain = chunked.find(starts)
     excess, bottleneck = chunked.quality(cuts)
     if excess > 0:
-        raise SplitError(_no_cut_fits(blocks, ranks, 1 + excess, certain))
+        raise _no_cut_fits(blocks, ranks, 1 + excess, certain)
     return cuts, bottleneck if certain else chunked.lower_bound()
 
 
-def _no_cut_fits(blocks: Blocks, ranks: Ranks, factor: float | None = None, certain: bool = True) -> str:
+def _no_cut_fits(
+    blocks: Blocks, ranks: Ranks, factor: float | None = None, certain: bool = True
+) -> TooLittleMemoryError:
     """Say the least memory that would do."""
     factor = _least_factor(blocks, ranks) if factor is None else factor
     limits = [limit for limit in ranks.memory if math.isfinite(limit)]
@@ -139,12 +149,13 @@ def _no_cut_fits(blocks: Blocks, ranks: Ranks, factor: float | None = None, cert
     )
     heaviest = max(range(blocks.count), key=lambda block: Memory(blocks, min(ranks.in_flight)).of(block, block + 1))
     word = "the least that would do is" if certain else "a cut is known that needs"
-    return (
+    text = (
         f"no cut into {ranks.stages} stages fits memory_limit={given}: {word} {needed}. "
         f"The block that needs most is {blocks.name(heaviest)}, with "
         f"{as_bytes(Memory(blocks, min(ranks.in_flight)).of(heaviest, heaviest + 1))}. "
         "Use more stages, smaller microbatches, or checkpoint activations"
     )
+    return TooLittleMemoryError(text, max(limits) * factor)
 
 
 def _least_factor(blocks: Blocks, ranks: Ranks) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,16 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"memory": "1kB"}, PlanError, r"Nothing fits memory=1 kB on each rank: the least that would do is \d"),
+        ({"memory": "1kB"}, PlanError, r"Nothing fits memory=1 kB on each rank: the least that would do is about \d"),
+        ({"memory": "1.2.3GB"}, InputError, "memory='1.2.3GB': write it as 24GB"),
+        ({"memory": True}, InputError, "memory=True: write it as 24GB"),
+        ({"memory": ["1GB"]}, InputError, "give one size for all ranks, such as '24GB', or one for each of 2"),
+        ({"schedules": []}, PlanError, r"schedules=\[\]: give a list of names"),
+        ({"schedules": "1F1B"}, PlanError, "schedules='1F1B': give a list of names"),
+        ({"recompute": "always"}, InputError, "recompute must be True, False or 'auto', got 'always'"),
+        ({"time_budget": -1}, InputError, "time_budget must be seconds, 0 or more, got -1"),
+        ({"speeds": 2.0}, InputError, "speeds must be a list with a number for each rank, got 2.0"),
+        ({"microbatch": 2.0}, InputError, "microbatch=2.0: give sizes from 1 to the batch, 12"),
         ({"memory": "much"}, InputError, "memory='much': write it as 24GB"),
         ({"memory": -1}, InputError, "give the bytes that a rank has, more than 0"),
         ({"ranks": 0}, InputError, "ranks must be a whole number of at least 1, got 0"),
@@ -161,9 +171,54 @@ def test_measured_costs() -> None:
     assert found.step_time > 0
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GB", 24e9), ("1 MiB", 2.0**20), ("7", 7.0), (8, 8.0), (None, None)])
-def test_sizes_of_memory(text: Any, size: float | None) -> None:
-    assert read_memory(text) == size
+@pytest.mark.parametrize(("text", "size"), [("24GB", 24e9), ("1 MiB", 2.0**20), ("7", 7.0), (8, 8.0)])
+def test_sizes_of_memory(text: Any, size: float) -> None:
+    assert read_memory(text, 2) == [size, size]
+    assert read_memory([text, 1], 2) == [size, 1.0]
+    assert read_memory(None, 2) is None
+
+
+def test_a_memory_for_each_rank() -> None:
+    roomy = planned(schedules=["1F1B"])
+    tight = planned(schedules=["1F1B"], memory=[0.8 * roomy.memory[0], "1GB"])
+    assert tight.memory[0] <= 0.8 * roomy.memory[0]
+
+
+def test_the_least_memory_that_would_do_does() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(schedules=["1F1B"], memory="1kB", recompute=False)
+    kilobytes = float(re.search(r"about ([0-9.]+) kB", str(caught.value))[1])  # type: ignore[index]
+    planned(schedules=["1F1B"], memory=1.001 * kilobytes * 1e3, recompute=False)
+    with pytest.raises(PlanError):
+        planned(schedules=["1F1B"], memory=0.98 * kilobytes * 1e3, recompute=False)
+
+
+def test_a_forward_that_changes_buffers_is_not_run_twice() -> None:
+    """The running statistics of a batch norm would count every microbatch twice."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+    options: dict[str, Any] = {"ranks": 2, "batch": 8, "schedules": ["1F1B"], "machine": MACHINE, "time_budget": 0.0}
+    with pytest.raises(
+        InputError, match=r"recompute=True runs forwards twice, and this model's forward changes '0.1.num"
+    ):
+        pipecut.plan(net, torch.ones(4, 4), recompute=True, **options)
+    assert not any(each.choice.recompute for each in pipecut.plan(net, torch.ones(4, 4), **options).alternatives)
+
+
+def test_a_trace_for_one_size_only() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).reshape(3, 4))
+
+    options: dict[str, Any] = {"ranks": 2, "schedules": ["1F1B"], "machine": MACHINE, "time_budget": 0.0}
+    assert pipecut.plan(Fixed(), torch.ones(3, 4), batch=6, **options).microbatch == 3
+    with pytest.raises(InputError, match="microbatch=2: the trace holds for microbatches of 3 samples only"):
+        pipecut.plan(Fixed(), torch.ones(3, 4), batch=6, microbatch=2, **options)
+    with pytest.raises(InputError, match="a batch of 7 is no multiple of that"):
+        pipecut.plan(Fixed(), torch.ones(3, 4), batch=7, **options)
 
 
 def test_sizes_of_microbatches() -> None:
