@@ -122,6 +122,8 @@ def _last_uses(traced: TracedModel) -> dict[int, int]:
     for span in traced.spans():
         for index in span.args.refs:
             last[index] = max(last.get(index, -1), span.begin)
+        for index in span.assigned_buffers.values():
+            last[index] = max(last.get(index, -1), span.end)
     for index in traced.output.refs:
         last[index] = traced.root.end + 1
     return last
