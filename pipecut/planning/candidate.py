@@ -83,14 +83,19 @@ def _cut_once(
     seen = _recomputing(chain) if choice.recompute else chain
     cut = balanced_cut(seen, list(plan.placement.rank_of), speeds=speeds, memory_limit=limits, in_flight=flying)
     stages = cut.chain.stage_costs(cut.balance.cuts)
+    kept = [
+        total - sum(flying[stage] * stages[stage].saved_bytes for stage in held)
+        for total, held in zip(cut.balance.memory, plan.placement.stages_of, strict=True)
+    ]
+    if choice.recompute:  # while one microbatch goes backward, its activations are all there
+        whole = _activations(chain, cut)
+        kept = [
+            size + max(whole[stage] for stage in held)
+            for size, held in zip(kept, plan.placement.stages_of, strict=True)
+        ]
+        stages = tuple(replace(stage, saved_bytes=stage.received) for stage in stages)
     speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
     costs = costs_of(stages, speed_of, chain)
-    kept = [0.0] * ranks
-    for rank, stage_numbers in enumerate(plan.placement.stages_of):
-        held = sum(flying[stage] * stages[stage].saved_bytes for stage in stage_numbers)
-        kept[rank] = max(0.0, cut.balance.memory[rank] - held)
-        if choice.recompute:  # while one microbatch goes backward, its activations are all there
-            kept[rank] += max(_activations(chain, cut)[stage] for stage in stage_numbers)
     return Candidate(choice, cut, simulate(plan, costs), tuple(kept))
 
 
@@ -117,9 +122,7 @@ def costs_of(stages: Sequence[StageCost], speeds: Sequence[float], chain: Chain)
 
 
 def _recomputing(chain: Chain) -> Chain:
-    """Each block keeps what it receives, and runs its forward again before its backward."""
-    received = [0.0, *(place.sent for place in chain.places)]
+    """Blocks run their forward again before their backward; a stage keeps what it receives, wherever it begins."""
     times = [replace(each, backward_input=each.backward_input + each.forward) for each in chain.times]
     shared = tuple(replace(item, saved=0.0) for item in chain.shared)
-    kept = tuple(min(own, came) if own else 0.0 for own, came in zip(chain.saved, received, strict=True))
-    return replace(chain, times=tuple(times), saved=kept, shared=shared)
+    return replace(chain, times=tuple(times), saved=(0.0,) * len(chain.saved), shared=shared)

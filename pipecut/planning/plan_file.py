@@ -50,6 +50,17 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
 def read_plan(path: Path, source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> TrainingPlan:
     """Read a plan, and check that it is one, and one for this model."""
     content = _checked(path)
+    try:
+        return _plan_of(path, content, source)
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}: {error}): make the plan again with pipecut.plan()"
+        ) from error
+
+
+def _plan_of(
+    path: Path, content: dict[str, Any], source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+) -> TrainingPlan:
     model = source[0]
     made_for = content["model"]
     if fingerprint(model) != made_for["fingerprint"]:

@@ -119,6 +119,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"version": 99}))
     with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 1"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
+    path.write_text(json.dumps({key: value for key, value in content.items() if key != "cuts"}))
+    with pytest.raises(InputError, match=r"is damaged \(KeyError: 'cuts'\): make the plan again"):
+        TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text("{}")
     with pytest.raises(InputError, match=r"is no training plan: write one with plan.save\(\)"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
@@ -236,3 +239,15 @@ def test_microbatches_in_flight_agree_with_the_simulator(name: str) -> None:
             memory_backward_weight=[-float(index == stage) for index in range(plan.stages)],
         )
         assert max(simulate(plan, costs).peak_memory) == in_flight(plan)[stage]
+
+
+def test_stages_that_compute_activations_again_keep_what_they_receive() -> None:
+    """The inputs of every small block were counted, and recomputation seemed to cost memory."""
+    net = nn.Sequential(*(Block(16) for _ in range(8)))
+    options: dict[str, Any] = {"ranks": 4, "batch": 512, "microbatch": 64, "schedules": ["GPipe"], "machine": MACHINE}
+    without, again = (
+        pipecut.plan(net, torch.ones(64, 16), recompute=recompute, time_budget=0.0, **options)
+        for recompute in (False, True)
+    )
+    for rank in range(4):
+        assert again.memory[rank] < without.memory[rank]
