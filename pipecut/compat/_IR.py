@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from .. import api
 from ..pipe import Pipe as OwnPipe
 from ..pipe_ir.marker import pipe_split
+from ..pipe_ir.pipe import PipeInfo as PipeInfo
 from ..split import SplitPoint, SplitPolicy
+from . import _backward, _unflatten
+from . import stage as _stage
 from .replaced import replaced
 
 __all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
@@ -37,6 +41,10 @@ class Pipe(OwnPipe):
     def print_readable(self) -> None:  # type: ignore[override]
         """Print the code that was generated for each stage."""
         super().print_readable()
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of one stage."""
+        return super().get_stage_module(stage_idx)
 
     @staticmethod
     def from_tracing(
@@ -78,6 +86,9 @@ class MultiUseParameterConfig(Enum):
 
     TRANSMIT = 1
     REPLICATE = 2
+
+
+MultiUseParamSpec: TypeAlias = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
 
 
 class PipeSequential(nn.Sequential):
@@ -126,3 +137,20 @@ _LinearNodeList = replaced("_LinearNodeList", _STAGES)
 _NodeReference = replaced("_NodeReference", _STAGES)
 _insert_stage_symbolic_backward = replaced("_insert_stage_symbolic_backward", "backwards are run by the schedule")
 _modify_graph_op_device = replaced("_modify_graph_op_device", "pipe.to(device) and stages move the devices in them too")
+_TRACED = "the model is traced and cut by pipecut.pipeline(), and its stages are modules of their own"
+_move_placeholders_to_front = replaced("_move_placeholders_to_front", _TRACED)
+_split_after_forward = replaced("_split_after_forward", _IN_PLACE)
+_split_before_forward = replaced("_split_before_forward", _IN_PLACE)
+_find_loss_from_output_and_spec = replaced("_find_loss_from_output_and_spec", "pass loss_fn= to the schedule")
+_find_loss_output = replaced("_find_loss_output", "pass loss_fn= to the schedule")
+_direct_serialization_deserialize = replaced("_direct_serialization_deserialize", _TRACED)
+_direct_serialization_reduce = replaced("_direct_serialization_reduce", _TRACED)
+_pipe_split = replaced("_pipe_split", "call pipe_split()")
+aten_pipe_split_alias = replaced("aten_pipe_split_alias", "call pipe_split()")
+
+# What the peer's module has by its imports.
+logger = logging.getLogger(__name__)
+_PipelineStage = _stage._PipelineStage
+_outline_submodules = _unflatten._outline_submodules
+_null_coalesce_accumulate = _backward._null_coalesce_accumulate
+stage_backward = _backward.stage_backward

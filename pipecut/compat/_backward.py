@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ..errors import PipeError
 from ..stage.backward import PendingWeights, full_backward, input_backward, weight_backward
+from ._debug import map_debug_info as map_debug_info
 from .replaced import replaced
 
 Gradients = tuple["Tensor | None", ...]
+Pair = tuple[Tensor, "Tensor | None"]
+logger = logging.getLogger(__name__)
+
+
+class UnlikeGradientsError(PipeError, AssertionError):
+    """Gradients are not built like the outputs that they belong to. It is an AssertionError, as for the peer."""
 
 
 def stage_backward(
@@ -33,10 +42,12 @@ def stage_backward_input(
     """The gradients of the inputs, also in their `.grad`, and what `stage_backward_weight` takes."""
     parameters = [weight for weight in weights if weight.requires_grad]
     outputs, grads = _paired(stage_outputs_or_loss, output_grads, None)
+    # The backward takes the inputs' `.grad` away, so what was there is kept from before.
+    before = [value.grad if isinstance(value, Tensor) and value.is_leaf else None for value in input_values]
     gradients, pending = input_backward(outputs, grads, input_values, parameters)
-    for value, gradient in zip(input_values, gradients, strict=True):
+    for value, earlier, gradient in zip(input_values, before, gradients, strict=True):
         if isinstance(value, Tensor) and gradient is not None:
-            value.grad = gradient
+            value.grad = gradient if earlier is None else earlier + gradient
     return gradients, groups_of(pending, parameters)
 
 
@@ -50,11 +61,44 @@ def stage_backward_weight(
 
 
 def _paired(outputs: Any, grads: Any, chosen: list[int] | None) -> tuple[list[Tensor], list[Tensor | None]]:
-    values = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-    given = [None] * len(values) if grads is None else list(grads) if isinstance(grads, tuple | list) else [grads]
-    places = range(len(values)) if chosen is None else chosen
-    pairs = [(values[place], given[place]) for place in places if isinstance(values[place], Tensor)]
+    """The tensors of an output, however nested, and the gradient of each; None for all stands for one None each."""
+    if not isinstance(outputs, Mapping):
+        outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        grads = [None] * len(outputs) if grads is None else grads if isinstance(grads, tuple | list) else [grads]
+    elif grads is None:
+        grads = dict.fromkeys(outputs)
+    if chosen is not None:
+        outputs, grads = [outputs[place] for place in chosen], [grads[place] for place in chosen]
+    pairs = list(_pairs(outputs, grads, "output"))
     return [value for value, _ in pairs], [grad for _, grad in pairs]
+
+
+def _pairs(output: Any, grad: Any, place: str) -> Iterator[Pair]:
+    if isinstance(output, Tensor):
+        if grad is not None and not isinstance(grad, Tensor):
+            raise UnlikeGradientsError(f"{place} is a tensor, and its gradient is a {type(grad).__name__}")
+        yield output, grad
+    elif grad is not None and isinstance(output, Mapping | tuple | list):
+        mine: Any = _entries(output)
+        its = _entries(grad)
+        if its is None or mine.keys() != its.keys():
+            raise UnlikeGradientsError(
+                f"{place} is {_described(output)}, and its gradient is {_described(grad)}: give one gradient for each "
+                "entry, None where there is none"
+            )
+        for key, value in mine.items():
+            yield from _pairs(value, its[key], f"{place}[{key!r}]")
+
+
+def _entries(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value
+    return dict(enumerate(value)) if isinstance(value, tuple | list) else None
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, Mapping | tuple | list) else f"a {kind}"
 
 
 def groups_of(pending: PendingWeights, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -89,3 +133,6 @@ _SEARCH = "the graph of a stage is searched by pipecut.stage.backward.input_back
 construct_reverse_graph = replaced("construct_reverse_graph", _SEARCH)
 get_param_groups = replaced("get_param_groups", _SEARCH)
 reverse_closure = replaced("reverse_closure", _SEARCH)
+_get_grad_fn_or_grad_acc = replaced("_get_grad_fn_or_grad_acc", _SEARCH)
+_autograd_grad_for_inputs = replaced("_autograd_grad_for_inputs", _SEARCH)
+_null_coalesce_accumulate = replaced("_null_coalesce_accumulate", "gradients of one value are summed by autograd")

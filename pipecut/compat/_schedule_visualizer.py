@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
 from ..schedule import render
-from ..schedule.action import Op
+from ..schedule.action import COMPUTE, Op
 from ..schedule.lower import add_bubbles, drop_bubbles
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer
 from ..schedule.plan import Plan
+from ..schedule.render.palette import look
 from ..schedule.run.schedule import PipelineSchedule
 from ..schedule.run.schedules import PipelineScheduleSingle
+from . import schedules as _schedules
+from . import stage as _stage
 from .schedules import get_schedule_class
 from .stage import _PipelineStageBase
 
@@ -25,6 +29,26 @@ class OpKey(NamedTuple):
     stage_index: int
     computation_type: Op
     microbatch_index: int | None
+
+
+@dataclass(frozen=True)
+class _ComputationTypeVisual:
+    """The colour of a kind of action in pictures, a text for it, and its width."""
+
+    color: str
+    text: str = ""
+    width: int = 1
+
+
+action_type_to_color_mapping = {op: _ComputationTypeVisual(look(op).fill, op.name) for op in Op if op in COMPUTE}
+
+# What the peer's module has by its imports.
+_Action = PeerAction
+_ComputationType = Op
+PipelineScheduleMulti = _schedules.PipelineScheduleMulti
+PipelineStage = _stage.PipelineStage
+_PipelineSchedule = _schedules._PipelineSchedule
+_PipelineScheduleRuntime = _schedules._PipelineScheduleRuntime
 
 
 class _OnPaper(_PipelineStageBase):

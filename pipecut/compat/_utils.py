@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..pipe_ir.pipe import PipeInfo
 from ..schedule.placement import Placement
 from ..stage.microbatch.distributed_tensor import is_distributed
 from . import tensor_meta
-from .tensor_meta import PipeliningMetadataError, TensorMeta, _DTensorMeta, _TensorMeta
+from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta
 
 __all__ = [
     "InferenceMode",
@@ -40,6 +41,10 @@ __all__ = [
 
 PipeliningShapeError = PipeliningMetadataError  # its older name
 InferenceMode = tensor_meta.InferenceMode
+TensorMeta = tensor_meta.TensorMeta
+GetMeshCallback = tensor_meta.GetMeshCallback
+MeshCacheKey = tensor_meta.MeshKey
+logger = logging.getLogger(__name__)
 _MeshCache = tensor_meta._MeshCache
 _StageMeta = tensor_meta._StageMeta
 _StageForwardMeta = tensor_meta._StageForwardMeta
@@ -62,10 +67,10 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
 
 
 def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of each rank."""
-    held: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
+    """The stages of each rank that has any."""
+    held: dict[int, list[int]] = {}
     for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
-        held[rank].append(stage)
+        held.setdefault(rank, []).append(stage)
     return held
 
 
@@ -92,6 +97,8 @@ def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
 
 def extract_tensor_meta(tensor: Tensor) -> TensorMeta:
     """What is known of one tensor."""
+    if not isinstance(tensor, Tensor):
+        raise PipeliningMetadataError(f"expected a tensor, got {_kind(tensor)}: pass other values as keyword arguments")
     return _DTensorMeta.from_dtensor(tensor) if is_distributed(tensor) else _TensorMeta.from_tensor(tensor)
 
 
@@ -130,7 +137,7 @@ def _kind(value: object) -> str:
 def validate_metadata(
     desc: str,
     expected: TensorMeta,
-    actual: Tensor | TensorMeta,
+    actual: Tensor | TensorMeta | None,
     *,
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,

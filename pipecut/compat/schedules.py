@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,11 @@ from ..schedule.run.custom import ActionContext
 from ..schedule.run.membership import refuse_compiled
 from ..schedule.run.schedule import PipelineSchedule
 from ..stage.stage import PipelineStage
+from . import _utils
+from . import microbatch as _microbatch
+from . import stage as _stage
 from .microbatch import TensorChunkSpec
+from .replaced import replaced
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -57,6 +62,21 @@ ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
 ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
 ScheduleDualPipeV = own.ScheduleDualPipeV
 _ScheduleForwardOnly = own.ScheduleForwardOnly
+
+# What the peer's module has by its imports.
+logger = logging.getLogger(__name__)
+_split_tensor = _microbatch._split_tensor
+merge_chunks = _microbatch.merge_chunks
+split_args_kwargs_into_chunks = _microbatch.split_args_kwargs_into_chunks
+_PipelineStageBase = _stage._PipelineStageBase
+_RecvInfo = _stage._RecvInfo
+InferenceMode = _utils.InferenceMode
+generate_rank_to_stage_mapping = _utils.generate_rank_to_stage_mapping
+generate_stage_to_rank_mapping = _utils.generate_stage_to_rank_mapping
+
+_ORDERS = "the order of a schedule is its pipeline_order, and pipecut.compat._schedule_visualizer.get_schedule_ops()"
+_get_1f1b_rank_ops = replaced("_get_1f1b_rank_ops", _ORDERS)
+_get_warmup_ops = replaced("_get_warmup_ops", _ORDERS)
 
 _Order = Mapping[int, Iterable["PeerAction | None"]]
 _RankOf = Callable[[int], int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..pipe_ir.pipe import PipeInfo
 from ..stage.stage import PipelineStage, WeightRunner, build_stage
+from . import _backward, _debug, _utils
 from .replaced import replaced
 
 __all__ = ["PipelineStage", "build_stage"]
@@ -67,3 +69,30 @@ def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
 
 
 _RecvInfo = replaced("_RecvInfo", "what a stage receives is decided by its schedule's executor")
+
+# What the peer's module has by its imports.
+logger = logging.getLogger(__name__)
+InferenceMode = _utils.InferenceMode
+GetMeshCallback = _utils.GetMeshCallback
+PipeliningMetadataError = _utils.PipeliningMetadataError
+TensorMeta = _utils.TensorMeta
+_TensorMeta = _utils._TensorMeta
+_DTensorMeta = _utils._DTensorMeta
+_MeshCache = _utils._MeshCache
+_StageMeta = _utils._StageMeta
+_StageForwardMeta = _utils._StageForwardMeta
+_StageBackwardMeta = _utils._StageBackwardMeta
+_derive_grad_metas = _utils._derive_grad_metas
+_make_tensor_from_meta = _utils._make_tensor_from_meta
+extract_tensor_meta = _utils.extract_tensor_meta
+extract_tensor_metas = _utils.extract_tensor_metas
+flatten_args = _utils.flatten_args
+to_local_if_dtensor = _utils.to_local_if_dtensor
+validate_and_normalize_to_tuple = _utils.validate_and_normalize_to_tuple
+validate_static_arg_grad_correspondence = _utils.validate_static_arg_grad_correspondence
+validate_tensors_metadata = _utils.validate_tensors_metadata
+map_debug_info = _debug.map_debug_info
+stage_backward = _backward.stage_backward
+stage_backward_input = _backward.stage_backward_input
+stage_backward_weight = _backward.stage_backward_weight
+_autograd_grad_for_inputs = _backward._autograd_grad_for_inputs

@@ -44,8 +44,10 @@ class _TensorMeta:
         """What is known of its gradient."""
         return dataclasses.replace(self, requires_grad=False)
 
-    def get_diff(self, other: _TensorMeta) -> list[str]:
+    def get_diff(self, other: object) -> list[str]:
         """In what another one differs; whether it needs a gradient does not count."""
+        if not isinstance(other, _TensorMeta):
+            return [f"type: expected _TensorMeta, got {type(other).__name__}"]
         return self._differences(other, ("shape", "stride", "dtype"))
 
     def _differences(self, other: _TensorMeta, names: Iterable[str]) -> list[str]:
@@ -93,7 +95,7 @@ class _DTensorMeta(_TensorMeta):
         )
         return made.requires_grad_(self.requires_grad)
 
-    def get_diff(self, other: _TensorMeta) -> list[str]:
+    def get_diff(self, other: object) -> list[str]:
         if not isinstance(other, _DTensorMeta):
             return [f"type: _DTensorMeta vs {type(other).__name__}"]
         names = ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout")
@@ -101,6 +103,7 @@ class _DTensorMeta(_TensorMeta):
 
 
 TensorMeta: TypeAlias = _TensorMeta
+GetMeshCallback: TypeAlias = Callable[..., Any]
 Metas: TypeAlias = tuple["_TensorMeta | None", ...]
 
 
@@ -153,7 +156,7 @@ class InferenceMode(Enum):
 class _MeshCache:
     """Device meshes by the names of their dims and their layout."""
 
-    def __init__(self, get_mesh_cb: Callable[..., Any] | None = None) -> None:
+    def __init__(self, get_mesh_cb: GetMeshCallback | None = None) -> None:
         self._get_mesh = get_mesh_cb
         self._meshes: dict[MeshKey, Any] = {}
 
@@ -173,7 +176,12 @@ class _MeshCache:
                     f"no mesh with dims {key[0]} and layout {key[1]} is known: pass get_mesh= to the stage, a function "
                     "of the two that returns it"
                 )
-            self._meshes[key] = self._get_mesh(*key)
+            mesh = self._get_mesh(*key)
+            if mesh is None:
+                raise PipeliningMetadataError(
+                    f"get_mesh= returned None for the dims {key[0]} and the layout {key[1]}: it must return their mesh"
+                )
+            self._meshes[key] = mesh
         return self._meshes[key]
 
     def update_from_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:

@@ -72,8 +72,11 @@ def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: 
 
 def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
     """All ranks' actions with a SEND and a RECV for what goes from rank to rank; what was passed stays as it is."""
-    plan = plan_of(compute_actions, stage_to_rank, num_stages)
-    return order_as_peer(add_transfers(plan, complete=False).actions)
+    try:
+        plan = plan_of(compute_actions, stage_to_rank, num_stages)
+        return order_as_peer(add_transfers(plan, complete=False).actions)
+    except PlanError as error:
+        raise ScheduleFaultError(str(error), error.faults) from None
 
 
 def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> PeerOrder:
@@ -148,12 +151,15 @@ def _given_by(action: Action | None) -> set[Action]:
 def validate_schedule(
     actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int, *, training: bool = True
 ) -> dict[int, int]:
-    """The rank of each stage; or an error with every fault of the schedule."""
+    """The rank of each stage; or an error with every fault of the computations, all that counts here."""
     if len(actions) != pp_group_size:
         raise ScheduleFaultError(
             f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}"
         )
-    rows = order_from_peer(actions)
+    rows = {
+        rank: [action for action in row if action is None or action.is_compute]
+        for rank, row in order_from_peer(actions).items()
+    }
     try:
         plan = Plan.from_actions(rows, microbatches=num_microbatches, training=training)
     except PlanError as error:

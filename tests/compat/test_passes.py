@@ -162,6 +162,24 @@ def test_a_bad_schedule_is_an_assertion_error_with_every_fault() -> None:
         ours._validate_schedule(order(["0F0", "1F0 1B0"]), 2, 2, 1)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["0F0 0SEND_F0 0B0", "1F0 1B0"],
+        ["0UNSHARD 0F0 0RECV_B0 0B0 0RESHARD 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0"],
+    ],
+)
+def test_only_computations_are_validated(rows: list[str]) -> None:
+    assert ours._validate_schedule(order(rows), 2, 2, 1) == {0: 0, 1: 1}
+
+
+def test_messages_of_a_bad_schedule_are_an_assertion_error() -> None:
+    with pytest.raises(AssertionError, match="0B0"):
+        ours._add_send_recv(order(["0B0", "1F0 1B0"]), lambda stage: stage, 2)
+    with pytest.raises(AssertionError, match="has transfers already"):
+        ours._add_send_recv(order(["0F0 0SEND_F0 0B0", "1F0 1B0"]), lambda stage: stage, 2)
+
+
 def test_a_simulation_without_messages_does_not_go_on() -> None:
     with pytest.raises(ValueError, match="Schedule is not progressing: rank 0 at 0B0, rank 1 at 1F0"):
         ours._simulate_comms_compute(order(["0F0 0B0", "1F0 1B0"]), lambda stage: stage, 2)

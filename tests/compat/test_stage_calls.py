@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipecut import PipelineStage, ScheduleGPipe
 from pipecut.compat._backward import stage_backward, stage_backward_input, stage_backward_weight
@@ -107,17 +109,74 @@ def test_backwards_by_the_peers_names() -> None:
     whole = stage_backward(model(x), torch.ones(3, 4), [x])
     wanted = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    for _ in range(2):
+    for times in (1, 2):  # what the input had is kept, as for parameters
         model.zero_grad()
         inputs, groups = stage_backward_input([model(x)], [torch.ones(3, 4)], [x], model.parameters())
         torch.testing.assert_close(inputs, whole)
-        torch.testing.assert_close(x.grad, whole[0])
+        torch.testing.assert_close(x.grad, whole[0] * times)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert stage_backward_weight(model.parameters(), groups) == (None,) * 4
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
     only = stage_backward((model(x), "text"), (torch.ones(3, 4), None), [x], outputs_with_grads_idxs=[0])
     torch.testing.assert_close(only, whole)
+
+
+def nested(y: Tensor) -> dict[str, Any]:
+    return {
+        "tuple": (y, [y * 2, "text"], None),
+        "mapping": {"one": y, "more": {"two": y.sin(), "number": 3}},
+        "list of mappings": [{"one": y}, {"two": (y * y,)}],
+    }
+
+
+def gradients_like(value: Any) -> Any:
+    return tree_map(lambda leaf: torch.full_like(leaf, 0.5) if isinstance(leaf, Tensor) else None, value)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "mapping", "list of mappings"])
+@pytest.mark.parametrize("full", [True, False])
+def test_nested_outputs_give_all_of_their_gradients(kind: str, full: bool) -> None:
+    model, x = perceptron()
+    output = nested(model(x))[kind]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    sum((leaf * 0.5).sum() for leaf in leaves).backward()  # type: ignore[union-attr]
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    wanted_input, x.grad = x.grad, None
+    model.zero_grad()
+    output = nested(model(x))[kind]
+    if full:
+        found = stage_backward(output, gradients_like(output), (x,))
+    else:
+        found, groups = stage_backward_input(output, gradients_like(output), (x,), model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+    torch.testing.assert_close(found[0], wanted_input)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+
+
+def test_entries_without_a_gradient_do_not_take_part() -> None:
+    x, grad = torch.ones(2, requires_grad=True), torch.ones(2)
+    y = x * 3
+    assert stage_backward((y, [y.sum()]), (grad, None), (x,))[0].tolist() == [3, 3]  # type: ignore[union-attr]
+    y = x * 3
+    chosen = stage_backward((x * 5, [y, y]), (grad, [grad, None]), (x,), outputs_with_grads_idxs=[1])
+    assert chosen[0].tolist() == [3, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "grads", "told"),
+    [
+        (lambda y: (y, y), (None,), r"output is a list of 2, and its gradient is a tuple of 1: give one gradient"),
+        (lambda y: {"a": y}, {"b": None}, r"output is a dict of 1, and its gradient is a dict of 1"),
+        (lambda y: (y, [y]), (None, 7), r"output\[1\] is a list of 1, and its gradient is a int: give one"),
+        (lambda y: (y, y), (None, 7), r"output\[1\] is a tensor, and its gradient is a int"),
+    ],
+)
+def test_gradients_unlike_their_outputs_are_assertion_errors(wrap: Any, grads: Any, told: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(AssertionError, match=told):
+        stage_backward(wrap(x * 2), grads, (x,))
 
 
 @pytest.mark.parametrize(("factor", "some"), [(2.0, True), (1.0, False)])

@@ -220,7 +220,7 @@ def test_a_custom_function_written_for_the_peer_runs() -> None:
                 stage.backward_one_chunk(number, loss=loss, full_backward=True, last_backward=last)
             seen.append(part)
 
-    schedule.register_custom_function(schedules.OVERLAP_F_B, overlapped)
+    schedule.register_custom_function(computation_type=schedules.OVERLAP_F_B, custom_function=overlapped)
     x, y = batch()
     schedule.step(x, target=y)
     assert seen

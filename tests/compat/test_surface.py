@@ -39,6 +39,29 @@ SURFACE = {
     "_schedule_visualizer": "get_schedule_ops visualize_schedule add_schedule_op_spacing OpKey",
     "_debug": "friendly_debug_info map_debug_info",
 }
+IMPORTED = {  # names that the peer's modules have by their imports, and what pipecut has for them
+    "schedules": "_PipelineStageBase _RecvInfo InferenceMode generate_rank_to_stage_mapping "
+    "generate_stage_to_rank_mapping merge_chunks split_args_kwargs_into_chunks _split_tensor logger",
+    "stage": "_TensorMeta _DTensorMeta _StageMeta _StageForwardMeta _StageBackwardMeta _MeshCache TensorMeta "
+    "InferenceMode GetMeshCallback PipeliningMetadataError stage_backward stage_backward_input stage_backward_weight "
+    "extract_tensor_meta extract_tensor_metas flatten_args map_debug_info to_local_if_dtensor logger "
+    "_derive_grad_metas _make_tensor_from_meta validate_and_normalize_to_tuple validate_tensors_metadata "
+    "validate_static_arg_grad_correspondence",
+    "microbatch": "logger",
+    "_IR": "PipeInfo _PipelineStage stage_backward MultiUseParamSpec _outline_submodules logger",
+    "_utils": "MeshCacheKey GetMeshCallback logger",
+    "_backward": "map_debug_info logger",
+    "_schedule_visualizer": "_Action _ComputationType action_type_to_color_mapping _ComputationTypeVisual "
+    "PipelineStage PipelineScheduleMulti _PipelineSchedule _PipelineScheduleRuntime",
+}
+REPLACED = {
+    "schedules": "_get_1f1b_rank_ops _get_warmup_ops _RecvInfo",
+    "stage": "_RecvInfo _autograd_grad_for_inputs",
+    "_IR": "_outline_submodules _null_coalesce_accumulate _move_placeholders_to_front _split_after_forward "
+    "_split_before_forward _find_loss_from_output_and_spec _find_loss_output _direct_serialization_deserialize "
+    "_direct_serialization_reduce _pipe_split aten_pipe_split_alias",
+    "_backward": "_get_grad_fn_or_grad_acc _autograd_grad_for_inputs _null_coalesce_accumulate",
+}
 NAMES = [(module, name) for module, names in SURFACE.items() for name in names.split()]
 BUILT_IN = "GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()
 
@@ -84,6 +107,32 @@ def test_a_signature_takes_what_the_peers_takes(module: str, name: str) -> None:
             assert list(mine)[place] == key, f"{name} takes {key} at another place"
         if key in mine and not needed:
             assert mine[key].default is not inspect.Parameter.empty, f"{name} needs {key}, and the peer does not"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in IMPORTED for name in IMPORTED[module].split()]
+)
+def test_a_name_that_the_peer_s_module_imports_is_there(module: str, name: str) -> None:
+    assert hasattr(module_of("pipecut.compat", module), name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in REPLACED for name in REPLACED[module].split()]
+)
+def test_a_name_without_meaning_here_is_refused_by_name(module: str, name: str) -> None:
+    with pytest.raises(ReplacedError, match=f"{name} is not part of pipecut: "):
+        getattr(module_of("pipecut.compat", module), name)(None)
+
+
+def test_imported_names_are_the_same_objects() -> None:
+    from pipecut.compat import _IR, _backward, _schedule_visualizer, _utils, microbatch, stage
+
+    assert schedules._PipelineStageBase is stage._PipelineStageBase
+    assert schedules.merge_chunks is microbatch.merge_chunks
+    assert stage._TensorMeta is _utils._TensorMeta
+    assert stage.stage_backward is _IR.stage_backward is _backward.stage_backward
+    colours = _schedule_visualizer.action_type_to_color_mapping
+    assert len({colours[kind].color for kind in (schedules.F, schedules.I, schedules.W, schedules.B)}) == 4
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

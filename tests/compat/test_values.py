@@ -23,6 +23,7 @@ def test_stages_are_placed_on_ranks() -> None:
     assert _utils.generate_stage_to_rank_mapping(2, 4) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert _utils.generate_stage_to_rank_mapping(2, 4, "v") == {0: 0, 1: 1, 2: 1, 3: 0}
     assert _utils.generate_rank_to_stage_mapping(2, 4, "v") == {0: [0, 3], 1: [1, 2]}
+    assert _utils.generate_rank_to_stage_mapping(4, 2) == {0: [0], 1: [1]}
     with pytest.raises(ValueError, match="Style x is not supported"):
         _utils.generate_stage_to_rank_mapping(2, 4, "x")
 
@@ -40,10 +41,13 @@ def test_tensor_metas() -> None:
     assert _utils.extract_tensor_metas((torch.ones(1), None), allow_none=True)[1] is None  # type: ignore[index]
     with pytest.raises(RuntimeError, match="a tensor is None: pass allow_none=True"):
         _utils.extract_tensor_metas((None,))
+    with pytest.raises(_utils.PipeliningMetadataError, match="expected a tensor, got int: pass other values as"):
+        _utils.extract_tensor_metas((torch.ones(1), 3))
 
 
 def test_mismatches_are_returned_raised_or_warned_of() -> None:
     assert len(_utils.validate_metadata("x", META, OTHER)) == 3
+    assert _utils.validate_metadata("x", META, None) == ["type: expected _TensorMeta, got NoneType"]
     with pytest.raises(_utils.PipeliningShapeError, match="x: shape mismatch"):
         _utils.validate_metadata("x", META, OTHER, raise_on_mismatch=True)
     with pytest.warns(UserWarning, match="x: Metadata mismatch"):
@@ -89,6 +93,10 @@ def test_stage_metas_and_meshes() -> None:
     cache = _utils._MeshCache()
     with pytest.raises(RuntimeError, match="pass get_mesh= to the stage"):
         cache.get_mesh((("tp",), None))
+    nothing = _utils._MeshCache(lambda names, layout: None)
+    with pytest.raises(_utils.PipeliningMetadataError, match=r"get_mesh= returned None for the dims \('tp',\)"):
+        nothing.get_mesh((("tp",), None))
+    assert len(nothing) == 0
     mesh: Any = SimpleNamespace()
     found = _utils._MeshCache(lambda names, layout: mesh)
     assert found.get_mesh((("tp",), None)) is mesh
@@ -104,9 +112,25 @@ def test_microbatches_by_the_peers_names() -> None:
     assert merged[0].tolist() == [1, 0]
     assert merged[1] == 3
     assert microbatch.merge_chunks([(2.0,), (3.0,)], (microbatch.sum_reducer,)) == (5.0,)
-    assert len(microbatch._split_tensor(torch.ones(4), microbatch.TensorChunkSpec(0), 2)) == 2
+    pieces = microbatch._split_tensor(torch.ones(4), microbatch.TensorChunkSpec(0), 2)
+    assert isinstance(pieces, tuple)
+    assert [len(piece) for piece in pieces] == [2, 2]
     cut = microbatch._shard_dict_of_args({"y": torch.ones(4)}, {"y": microbatch.TensorChunkSpec(0)}, 2)
     assert len(cut) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ((microbatch.TensorChunkSpec(0),), r"chunk_spec has 1 entries, and a chunk has 2 there: give one each"),
+        ((None, None, None), r"chunk_spec has 3 entries, and a chunk has 2 there"),
+        ((None, (None,)), r"chunk_spec\[1\] has 1 entries, and a chunk has 2 there"),
+    ],
+)
+def test_a_spec_of_another_length_is_a_value_error(spec: Any, told: str) -> None:
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match=told):
+        microbatch.merge_chunks([(x, [x, x]), (x, [x, x])], spec)
 
 
 def test_debug_info() -> None:
@@ -137,6 +161,7 @@ def test_a_pipe_returns_a_tuple_and_takes_keywords_by_position() -> None:
     assert isinstance(pipe, OwnPipe)
     assert pipe.num_stages == pipe.info().num_stages == 2
     assert pipe.build_stage(1, torch.device("cpu")).is_last
+    assert pipe.get_stage_module(stage_idx=1) is pipe.stages[1]
     assert pipe.to("cpu") is pipe
     assert _IR.get_submod_name(1) == "submod_pp_1"
 

@@ -25,7 +25,7 @@ from pipecut.pipe_ir.trace import trace
 from pipecut.split import SplitPlan, check_split_spec, cut_model, cuts_by_marks, cuts_by_spec
 from tests.split.random_models import Case, Net, cases, leaves_of
 
-EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "80"))
 SEED = int(os.environ.get("PIPECUT_SEED", "0"))
 BATCH, OTHER_BATCH = 3, 5
 
