@@ -27,8 +27,8 @@ class NotedCalls(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.contiguous:
-            # Of an alias: where there is nothing to do the result is the argument itself, and a tracer would from then on
-            # take the argument for something that this call has made.
+            # Of an alias: where there is nothing to do the result is the argument itself, and a tracer would from then
+            # on take the argument for something that this call has made.
             alias = torch.ops.aten.alias.default(args[0])
             return torch.ops.aten.contiguous.default(alias, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
