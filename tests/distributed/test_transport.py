@@ -163,3 +163,19 @@ def test_receives_are_posted_ahead_where_the_backend_can(
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     assert DistributedTransport(None, torch.device(device)).receives_ahead is ahead
+
+
+def wait_twice(rank: int) -> None:
+    transport = DistributedTransport(None, torch.device("cpu"))
+    if rank == 0:
+        transport.send(1, [torch.ones(3)])
+        transport.finish()
+    else:
+        posted = transport.receive(0, [Meta((3,), torch.float32, False)])
+        for _ in range(2):
+            torch.testing.assert_close(posted.wait(), [torch.ones(3)])
+
+
+def test_a_parcel_may_be_waited_for_twice(two_ranks: Ranks) -> None:
+    """A custom function that waits for what it is about to use hung at the second time."""
+    two_ranks.run(wait_twice)

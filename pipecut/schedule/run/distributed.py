@@ -83,7 +83,9 @@ class _Posted:
         self.tensors = tensors
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
+        # Once only: gloo waits for ever if a receive that is done is waited for again.
+        works, self.works = self.works, []
+        for work in works:
             assert work is not None  # this rank is in the group
             with connection_to(self.peer):
                 work.wait()
