@@ -100,7 +100,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     before = len(live_tensors())
     fail()
     gc.collect()  # an exception refers to the frames that it passed, and they to it
-    assert len(live_tensors()) == before
+    assert len(live_tensors()) <= before  # without the outputs of the step before, which its last stage kept
     assert all(not stage.flights for stage in schedule.stages)
 
 
