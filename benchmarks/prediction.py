@@ -1,13 +1,15 @@
-"""Whether plans come true: predicted step times beside executed ones on local ranks, for every schedule."""
+"""Whether plans come true: predicted step times and memory beside executed ones on local ranks, for every schedule."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from pipecut.planning.choices import TRAINING
 
 from .measure import Goal, show_goals, show_table
 
-WIDTH, BLOCKS, BATCH, MICROBATCH, RANKS = 384, 8, 1024, 128, 2
+BATCH, MICROBATCH = 1024, 128
 WARM_UP, STEPS = 2, 5
 APART = 1.10  # pairs of schedules whose executed times differ by less are not counted
 
@@ -27,73 +29,177 @@ APART = 1.10  # pairs of schedules whose executed times differ by less are not c
 class Block(nn.Module):
     """Compute-bound: wide products, little else."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 384) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(torch.relu(self.wide(x)))
 
 
-def model() -> nn.Module:
+class _Busy(torch.autograd.Function):
+    """Takes its time without the core of a CPU, as a device of its own would."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds  # type: ignore[attr-defined]
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)  # type: ignore[attr-defined]
+        return gradient, None
+
+
+class Device(nn.Module):
+    """A layer that waits, of a length of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.scale = seconds, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Busy.apply(self.scale(x), self.seconds)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is planned and run."""
+
+    title: str
+    ranks: int
+    width: int
+    model: Callable[[], nn.Module]
+
+
+def computing() -> nn.Module:
+    """Blocks that multiply."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+
+def waiting() -> nn.Module:
+    """Blocks that wait, uneven ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Device(0.001 * (2 + nth % 3)) for nth in range(16)))
+
+
+LOADS = (
+    Load("8 blocks that multiply, on 2 ranks", 2, 384, computing),
+    Load("16 layers that wait as for a device of their own, on 4 ranks", 4, 32, waiting),
+)
 
 
 def run(rounds: int) -> None:
     """Plan with measured costs, run, compare."""
-    predicted, executed = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in TRAINING:
-            planned = pipecut.plan(
-                model(), torch.ones(MICROBATCH, WIDTH), ranks=RANKS, batch=BATCH, microbatch=MICROBATCH,
-                schedules=[name], recompute=False, cost="measured", time_budget=0.0,
-            )  # fmt: skip
-            path = str(Path(folder) / f"{name}.json")
-            planned.save(path)
-            predicted[name] = planned.step_time
-            executed[name] = statistics.median(pipecut.launch(_steps, RANKS, path, rounds)[0])
-    rows = [
-        [
-            name,
-            f"{1000 * predicted[name]:.1f}",
-            f"{1000 * executed[name]:.1f}",
-            f"{executed[name] / predicted[name]:.3f}",
+    for load in LOADS:
+        found = pipecut.launch(_rounds, load.ranks, load, rounds, timeout=1200)[0]
+        times = {name: [each[name] for each in found] for name in found[0]}
+        predicted = {name: statistics.median(one for one, _ in pairs) for name, pairs in times.items()}
+        executed = {name: statistics.median(other for _, other in pairs) for name, pairs in times.items()}
+        rows = [
+            [
+                name,
+                f"{1000 * predicted[name]:.1f}",
+                f"{1000 * executed[name]:.1f}",
+                f"{_ratio(times[name]):.3f}",
+            ]
+            for name in times
         ]
-        for name in TRAINING
-    ]
-    title = f"a step of {BLOCKS} blocks on {RANKS} ranks ({os.cpu_count()} cores)"
-    show_table(title, ["schedule", "predicted, ms", "executed, ms", "ratio"], rows)
-    goals = [Goal(f"{name}: off by", abs(executed[name] / predicted[name] - 1), 0.10) for name in TRAINING]
-    pairs = [
+        title = f"a step of {load.title} ({os.cpu_count()} cores)"
+        show_table(title, ["schedule", "predicted, ms", "executed, ms", "ratio"], rows)
+        show_goals([*_goals(times), *_pairs(predicted, executed)])
+    _show_memory(LOADS[0])
+
+
+Pairs = dict[str, list[tuple[float, float]]]
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    """Executed to predicted; both of a round were seen one right after the other."""
+    return statistics.median(executed / predicted for predicted, executed in pairs)
+
+
+def _goals(times: Pairs) -> list[Goal]:
+    return [Goal(f"{name}: off by", abs(_ratio(pairs) - 1), 0.10) for name, pairs in times.items()]
+
+
+def _pairs(predicted: dict[str, float], executed: dict[str, float]) -> list[Goal]:
+    """Which of two is faster, for all that are far enough apart."""
+    apart = [
         (one, other)
-        for one, other in itertools.combinations(TRAINING, 2)
+        for one, other in itertools.combinations(predicted, 2)
         if max(executed[one], executed[other]) > APART * min(executed[one], executed[other])
     ]
-    if pairs:
-        wrong = [
-            pair
-            for pair in pairs
-            if (predicted[pair[0]] < predicted[pair[1]]) != (executed[pair[0]] < executed[pair[1]])
-        ]
-        goals.append(Goal(f"the faster of two, {len(pairs)} pairs: part foretold wrong", len(wrong) / len(pairs), 0.10))
+    wrong = [
+        pair for pair in apart if (predicted[pair[0]] < predicted[pair[1]]) != (executed[pair[0]] < executed[pair[1]])
+    ]
+    if not apart:
+        return []
+    return [Goal(f"the faster of two, {len(apart)} pairs: part foretold wrong", len(wrong) / len(apart), 0.10)]
+
+
+def _show_memory(load: Load) -> None:
+    """The most memory of each rank: parameters, gradients, what Adam keeps, and activations."""
+    rows, goals = [], []
+    for name in TRAINING:
+        predicted, executed = zip(*pipecut.launch(_memory, load.ranks, load, name), strict=True)
+        off = max(abs(seen / said - 1) for said, seen in zip(predicted, executed, strict=True))
+        texts = [", ".join(f"{size / 2**20:.1f}" for size in sizes) for sizes in (predicted, executed)]
+        rows.append([name, *texts, f"{off:.3f}"])
+        goals.append(Goal(f"{name}: memory off by", off, 0.15))
+    show_table(f"memory of ranks: {load.title}", ["schedule", "predicted, MB", "executed, MB", "off by"], rows)
     show_goals(goals)
 
 
-def _steps(path: str, rounds: int) -> list[float]:
-    """What each rank does: seconds of steps."""
-    rank = dist.get_rank()
-    schedule = TrainingPlan.load(path, model(), torch.ones(MICROBATCH, WIDTH)).build(
-        rank, loss_fn=nn.functional.mse_loss
-    )
-    x, y = torch.randn(2, BATCH, WIDTH)
+def _memory(load: Load, name: str) -> tuple[float, float]:
+    """What each rank does: predicted and seen bytes, at the most."""
+    planned = pipecut.plan(
+        load.model(), torch.ones(MICROBATCH, load.width), ranks=load.ranks, batch=BATCH, microbatch=MICROBATCH,
+        schedules=[name], recompute=False, time_budget=0.0, machine=pipecut.Machine.nominal("cpu"),
+    )  # fmt: skip
+    schedule = planned.build(dist.get_rank(), loss_fn=nn.functional.mse_loss)
+    parameters = [parameter for stage in schedule.stages for parameter in stage.submod.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    for nth in range(3):
+        with torch.profiler.profile(profile_memory=True) if nth == 2 else contextlib.nullcontext() as profile:
+            _step(load, schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kept = sum(each.untyped_storage().nbytes() for each in [*parameters, *states])
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return planned.memory[dist.get_rank()], kept + max(itertools.accumulate(changes))
+
+
+def _step(load: Load, schedule: Any) -> None:
+    x, y = torch.ones(2, BATCH, load.width)
     inputs = (x,) if any(stage.is_first for stage in schedule.stages) else ()
     target = y if any(stage.is_last for stage in schedule.stages) else None
+    schedule.step(*inputs, target=target, return_outputs=False)
+
+
+def _rounds(load: Load, rounds: int) -> list[dict[str, tuple[float, float]]]:
+    """What each rank does: predicted and executed seconds, for every schedule."""
+    return [{name: _predicted_and_executed(load, name) for name in TRAINING} for _ in range(rounds)]
+
+
+def _predicted_and_executed(load: Load, name: str) -> tuple[float, float]:
+    planned = pipecut.plan(
+        load.model(), torch.ones(MICROBATCH, load.width), ranks=load.ranks, batch=BATCH, microbatch=MICROBATCH,
+        schedules=[name], recompute=False, cost="measured", time_budget=0.0, group=dist.group.WORLD,
+    )  # fmt: skip
+    return planned.step_time, _executed(load, planned)
+
+
+def _executed(load: Load, planned: TrainingPlan) -> float:
+    schedule = planned.build(dist.get_rank(), loss_fn=nn.functional.mse_loss)
     times = []
-    for _ in range(WARM_UP + STEPS * rounds):
+    for _ in range(WARM_UP + STEPS):
         dist.barrier()
         begin = time.perf_counter()
-        schedule.step(*inputs, target=target, return_outputs=False)
+        _step(load, schedule)
         dist.barrier()
         times.append(time.perf_counter() - begin)
-    return times[WARM_UP:]
+    return statistics.median(times[WARM_UP:])

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .schedule.run.schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from .schedule.run.schedules import get_schedule_class as get_schedule_class
     from .split import SplitPoint as SplitPoint
+    from .split.costs.machine import Machine as Machine
     from .stage.materialization.empty_weights import empty_weights as empty_weights
     from .stage.materialization.save_stage import save_stage as save_stage
     from .stage.microbatch import Replicate as Replicate
@@ -101,6 +102,7 @@ HOMES = {
         "get_schedule_class",
     ),
     ".split": ("SplitPoint",),
+    ".split.costs.machine": ("Machine",),
     ".stage.materialization.empty_weights": ("empty_weights",),
     ".stage.materialization.save_stage": ("save_stage",),
     ".stage.microbatch": ("Replicate", "TensorChunkSpec"),

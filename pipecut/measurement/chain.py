@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 
 from ..errors import InputError, SplitError
 from ..pipe_ir.effects import operator_name
-from ..pipe_ir.inputs import bind_inputs
 from ..pipe_ir.pipe import Pipe
 from ..pipe_ir.traced import Ref
 from ..split.chain import Chain, steps_of
 from ..split.costs.times import Times
 from ..split.cut import cut_model
 from .stage_times import measure_stage
+from .walk import example_values, walk
 
 # A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
 # is too small is measured badly, and goes with the next one.
@@ -49,10 +48,7 @@ def measured_chain(
     _check_has_values(chain)
     where = torch.device(device) if device is not None else chain.traced.device
     outer, pipe = _cut_into_blocks(chain, stages)
-    values = {
-        index: value.to(where) if isinstance(value, torch.Tensor) else value
-        for index, value in bind_inputs(chain.traced.call, args, kwargs or {}).items()
-    }
+    values = example_values(chain.traced, args, kwargs, where)
     with torch.random.fork_rng(), torch.enable_grad():
         measured = _run(pipe, outer, values, where)
     return chain.with_times(_divided(chain, outer, measured))
@@ -75,11 +71,27 @@ def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
     for depth in [depth for depth in reversed(depths) if depth <= fine]:
         outer = _without_small_blocks(chain.up_to(depth), LEAST_SHARE * goal)
         try:
-            return outer, cut_model(chain.traced, outer.plan(range(1, len(outer.times))), may_recompute=False)
+            return outer, _cut_everywhere(outer)
         except SplitError:  # that many cuts tear something apart: fewer may not
-            if depth == depths[0]:
-                raise
-    raise AssertionError("there is at least one depth")
+            continue
+    outer = _where_it_can_be_cut(chain.up_to(depths[0]))
+    return outer, _cut_everywhere(outer)
+
+
+def _cut_everywhere(chain: Chain) -> Pipe:
+    return cut_model(chain.traced, chain.plan(range(1, len(chain.times))), may_recompute=False)
+
+
+def _where_it_can_be_cut(chain: Chain) -> Chain:
+    """The chain without places where a cut is refused: what crosses them cannot be sent."""
+    kept: list[int] = []
+    for place in range(len(chain.places)):
+        try:
+            _cut_everywhere(chain.with_places([*kept, place]))
+        except SplitError:  # the block goes on to the next place
+            continue
+        kept.append(place)
+    return chain.with_places(kept)
 
 
 def _without_small_blocks(chain: Chain, least: float) -> Chain:
@@ -98,31 +110,12 @@ def _without_small_blocks(chain: Chain, least: float) -> Chain:
 def _run(pipe: Pipe, outer: Chain, values: dict[int, Any], device: torch.device) -> list[Times]:
     known: dict[Any, Times] = {}
     found = []
-    for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
-        # A copy: its gradients and running statistics are its own, and it is gone before the next one is made.
-        module = copy.deepcopy(stage).to(device)
-        inputs = [values[index] for index in info.inputs]
-        key = _signature(outer, info.index)
+    for index, module, inputs in walk(pipe, values, device):
+        key = _signature(outer, index)
         if key not in known:
             known[key] = measure_stage(module, inputs)
         found.append(known[key])
-        if info.index < pipe.num_stages - 1:
-            with torch.no_grad():
-                made = module(*map(_fresh, inputs))
-            values.update(zip(info.outputs, (made,) if len(info.outputs) == 1 else made or (), strict=True))
-            _mark_gradients(pipe, info.outputs, values)
     return found
-
-
-def _fresh(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) -> None:
-    for index in indices:
-        spec = pipe.traced.steps[index].spec
-        if isinstance(values[index], torch.Tensor) and spec is not None and spec.requires_grad:
-            values[index] = values[index].detach().requires_grad_()
 
 
 def _signature(chain: Chain, block: int) -> Any:

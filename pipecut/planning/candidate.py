@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..measurement.rehearsal import StageTimes
 from ..schedule.costs import Costs
 from ..schedule.link import Link
 from ..schedule.plan import Plan
 from ..schedule.report import Report
 from ..schedule.simulate import simulate
 from ..split.automatic import BalancedCut, balanced_cut
+from ..split.balance import TooLittleMemoryError
 from ..split.chain import Chain, StageCost
+from ..split.costs.machine import Machine
 from .choices import Choice, in_flight
+from .deferral import split_times, stages_that_hold
 
 ROUNDS = 4
 
@@ -26,6 +30,7 @@ class Candidate:
     report: Report
     kept: tuple[float, ...]
     searched: bool = False
+    off: float = 1.0  # how much longer than estimated the stages of others took that were run
 
     @property
     def plan(self) -> Plan:
@@ -34,7 +39,7 @@ class Candidate:
     @property
     def step_time(self) -> float:
         """Seconds."""
-        return self.report.makespan
+        return self.report.makespan * self.off
 
     @property
     def memory(self) -> tuple[float, ...]:
@@ -50,6 +55,18 @@ class Candidate:
         """The same cut under another plan."""
         return replace(self, report=simulate(plan, self.report.costs), searched=True)
 
+    def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
+        """The same with the times that its stages were seen to take."""
+        each = [times[stage] for stage in range(self.plan.stages)]
+        costs = replace(
+            self.report.costs,
+            forward=[seen.split.forward / speed for seen, speed in zip(each, speeds, strict=True)],
+            backward_input=[seen.split.backward_input / speed for seen, speed in zip(each, speeds, strict=True)],
+            backward_weight=[seen.split.backward_weight / speed for seen, speed in zip(each, speeds, strict=True)],
+            full_backward=[seen.full_backward / speed for seen, speed in zip(each, speeds, strict=True)],
+        )
+        return replace(self, report=simulate(self.plan, costs))
+
 
 def make_candidate(
     choice: Choice,
@@ -60,12 +77,16 @@ def make_candidate(
 ) -> Candidate:
     """Cut for a choice, and simulate. The chain has the costs of one microbatch of its size.
 
-    If activations are computed again, those of one microbatch are all there for a while. How many that are follows
-    from the cut, so that a cut which is too large is made again with less memory.
+    Some memory is there for a while only: gradients that an operation's backward makes, and the activations of one
+    microbatch if they are computed again. How much that is follows from the cut, so that a cut which is too large is
+    made again with less memory.
     """
     room = limits
     for _ in range(ROUNDS):
-        found = _cut_once(choice, chain, ranks, speeds, room)
+        try:
+            found = _cut_once(choice, chain, ranks, speeds, room)
+        except TooLittleMemoryError as error:
+            raise TooLittleMemoryError(str(error), error.needed + max(chain.working)) from error
         if limits is None or room is None:
             break
         over = [max(0.0, needed - limit) for needed, limit in zip(found.memory, limits, strict=True)]
@@ -95,7 +116,9 @@ def _cut_once(
         ]
         stages = tuple(replace(stage, saved_bytes=stage.received) for stage in stages)
     speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
-    costs = costs_of(stages, speed_of, chain)
+    costs = costs_of(stages, stages_that_hold(cut.chain, cut.balance.cuts), speed_of, chain.machine)
+    working = [max(stages[stage].working_bytes for stage in held) for held in plan.placement.stages_of]
+    kept = [size + more for size, more in zip(kept, working, strict=True)]
     return Candidate(choice, cut, simulate(plan, costs), tuple(kept))
 
 
@@ -106,18 +129,23 @@ def _activations(chain: Chain, cut: BalancedCut) -> list[float]:
     return [stage.saved_bytes for stage in again]
 
 
-def costs_of(stages: Sequence[StageCost], speeds: Sequence[float], chain: Chain) -> Costs:
-    """The costs of stages as the simulator takes them: seconds and bytes."""
-    machine = chain.machine
+def costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
+    """The costs of stages as the simulator takes them: seconds and bytes.
+
+    Where gradients are `held`, the first half of a split backward makes those of the weights too, and frees the
+    activations; the second half adds them to the sums.
+    """
+    times = [split_times(stage, holds, machine) for stage, holds in zip(stages, held, strict=True)]
+    kept = [stage.trained_bytes if holds else stage.saved_bytes for stage, holds in zip(stages, held, strict=True)]
     return Costs(
-        forward=[stage.times.forward / speed for stage, speed in zip(stages, speeds, strict=True)],
-        backward_input=[stage.times.backward_input / speed for stage, speed in zip(stages, speeds, strict=True)],
-        backward_weight=[stage.times.backward_weight / speed for stage, speed in zip(stages, speeds, strict=True)],
+        forward=[each.forward / speed for each, speed in zip(times, speeds, strict=True)],
+        backward_input=[each.backward_input / speed for each, speed in zip(times, speeds, strict=True)],
+        backward_weight=[each.backward_weight / speed for each, speed in zip(times, speeds, strict=True)],
         transfer=Link(machine.link_latency, machine.link_bandwidth),
         message_bytes={(index, index + 1): stage.sent for index, stage in enumerate(stages[:-1])},
         memory_forward=[stage.saved_bytes for stage in stages],
-        memory_backward_input=0.0,
-        memory_backward_weight=[-stage.saved_bytes for stage in stages],
+        memory_backward_input=[size - stage.saved_bytes for stage, size in zip(stages, kept, strict=True)],
+        memory_backward_weight=[-size for size in kept],
     )
 
 

@@ -68,8 +68,10 @@ def in_flight(plan: Plan) -> list[float]:
 CHANGES = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
 
 
-def check_request(ranks: int, batch: int, recompute: object, time_budget: object, speeds: object) -> None:
+def check_request(ranks: int, batch: int, recompute: object, time_budget: object, speeds: object, cost: object) -> None:
     """Refuse what cannot be planned for."""
+    if cost not in ("analytic", "measured"):
+        raise InputError(f"cost must be 'analytic' or 'measured', got {cost!r}")
     if recompute not in (True, False, "auto"):
         raise InputError(f"recompute must be True, False or 'auto', got {recompute!r}")
     if not isinstance(time_budget, int | float) or not 0 <= time_budget < float("inf"):

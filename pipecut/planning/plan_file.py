@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,7 +16,8 @@ from ..schedule.simulate import simulate
 from .training_plan import TrainingPlan, fingerprint
 
 FORMAT, VERSION = "pipecut training plan", 1
-BY_STAGE = ("forward", "backward_input", "backward_weight", "memory_forward", "memory_backward_weight")
+TIMES = ("forward", "backward_input", "backward_weight")
+BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
 
 
 def write_plan(plan: TrainingPlan, path: Path) -> None:
@@ -40,6 +41,9 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         },
         "costs": {name: list(getattr(costs, name)) for name in BY_STAGE}
         | {
+            "full_backward": None
+            if costs.full_backward is None
+            else list(cast("tuple[float, ...]", costs.full_backward)),
             "link": {"latency": costs.transfer.latency, "bandwidth": costs.transfer.bandwidth},
             "message_bytes": [[*edge, size] for edge, size in costs.message_bytes.items()],
         },
@@ -83,6 +87,7 @@ def _plan_of(
             plan,
             Costs(
                 **{name: costs[name] for name in BY_STAGE},
+                full_backward=costs.get("full_backward"),
                 transfer=Link(**costs["link"]),
                 message_bytes={(maker, user): size for maker, user, size in costs["message_bytes"]},
             ),

@@ -98,9 +98,9 @@ class TrainingPlan:
 
         `options` go to the schedule.
         """
+        if rank is not None and rank not in range(self.ranks):
+            raise InputError(f"rank {rank!r} is not one of the plan's ranks, 0 to {self.ranks - 1}")
         pipe = self.pipe(model)
-        if rank is not None and not 0 <= rank < self.ranks:
-            raise InputError(f"rank {rank} is not one of the plan's ranks, 0 to {self.ranks - 1}")
         held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
         stages = [pipe.build_stage(index, device, group) for index in held]
         if self.recompute:

@@ -67,8 +67,13 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
     >>> compare(report, report.timeline).step
     Line(what='step', predicted=9.0, executed=9.0)
     """
-    report = plan if isinstance(plan, Report) else plan.report
-    timelines = [executed] if isinstance(executed, Timeline) else list(executed)
+    report = plan if isinstance(plan, Report) else getattr(plan, "report", None)
+    if not isinstance(report, Report):
+        raise PlanError(
+            f"compare() takes what foretells a step, and got a {type(plan).__name__}: give the result of "
+            "pipecut.plan(), or that of simulate(plan, costs)."
+        )
+    timelines = [executed] if isinstance(executed, Timeline) else list(executed or ())
     seen = [span for timeline in timelines for span in timeline if span.action.is_compute]
     if not seen:
         raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,21 +24,30 @@ TRAINED = 4.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes."""
+    """Where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes.
+
+    `trains` is whether a gradient comes back for any of that.
+    """
 
     cut: Cut
     depth: int
     sent: float = 0.0
+    trains: bool = True
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage of a cut costs, for one microbatch; `received` and `sent` are the bytes of all live values."""
+    """What one stage of a cut costs, for one microbatch; `received` and `sent` are the bytes of all live values.
+
+    `working_bytes` are there for a moment: the gradients that one operation's backward takes and makes.
+    """
 
     times: Times
     parameter_bytes: float
+    trained_bytes: float
     buffer_bytes: float
     saved_bytes: float
+    working_bytes: float
     received: float
     sent: float
 
@@ -53,8 +63,10 @@ class Chain:
     trained: tuple[float, ...]
     buffers: tuple[float, ...]
     saved: tuple[float, ...]
+    working: tuple[float, ...]
     shared: tuple[SharedBytes, ...]
     machine: Machine
+    sizes: Mapping[str, int]
 
     def blocks(self, *, optimizer: float = TRAINED) -> Blocks:
         """The chain as plain numbers; `optimizer` is the bytes that are there for each byte of a trained parameter."""
@@ -111,6 +123,7 @@ class Chain:
             trained=sums(self.trained, "trained"),
             buffers=sums(self.buffers, "buffer"),
             saved=sums(self.saved, "saved"),
+            working=tuple(max(self.working[begin:end]) for begin, end in runs),
             shared=tuple(item for item in joined if len(item.blocks) > 1),
         )
 
@@ -126,15 +139,24 @@ class Chain:
             inside = [item for item in self.shared if any(begin <= block < end for block in item.blocks)]
             found.append(
                 StageCost(
-                    sum(self.times[begin:end], Times()),
+                    self._times(begin, end),
                     sum(self.parameters[begin:end]) + sum(item.parameter for item in inside),
+                    sum(self.trained[begin:end]) + sum(item.trained for item in inside),
                     sum(self.buffers[begin:end]) + sum(item.buffer for item in inside),
                     sum(self.saved[begin:end]) + sum(item.saved for item in inside),
+                    max(self.working[begin:end]),
                     self.places[begin - 1].sent if begin else 0.0,
                     self.places[end - 1].sent if end < len(self.times) else 0.0,
                 )
             )
         return tuple(found)
+
+    def _times(self, begin: int, end: int) -> Times:
+        """A stage whose inputs need no gradient has the whole of its backward for its weights."""
+        times = sum(self.times[begin:end], Times())
+        if self.places[begin - 1].trains if begin else _inputs_train(self.traced):
+            return times
+        return Times(times.forward, 0.0, times.backward_input + times.backward_weight)
 
     def tied_bytes(self, cuts: Sequence[int]) -> float:
         """The bytes of trained parameters that stages share: their gradients are summed once a step."""
@@ -151,6 +173,10 @@ class SharedBytes:
     trained: float = 0.0
     buffer: float = 0.0
     saved: float = 0.0
+
+
+def _inputs_train(traced: TracedModel) -> bool:
+    return any(entry.spec is not None and entry.spec.requires_grad for entry in traced.inputs)
 
 
 def _moved(item: SharedBytes, bounds: Sequence[int]) -> SharedBytes:
@@ -176,7 +202,7 @@ class _ChainMaker:
     """Puts every step into the block that it belongs to, and adds up."""
 
     def __init__(self, traced: TracedModel, machine: Machine, sizes: Mapping[str, int]) -> None:
-        self.traced, self.machine = traced, machine
+        self.traced, self.machine, self.sizes = traced, machine, sizes
         self.finder = CostFinder(traced)
         self.step_times = StepTimes(self.finder, machine, sizes)
         self.weigh = Weights(traced, sizes)
@@ -193,7 +219,7 @@ class _ChainMaker:
         for step in self.operations:
             times[block_of[step.index]] += self.step_times.of(step)
         items = [*self._state(block_of), *self._activations(block_of)]
-        sent = self._live_bytes(ticks)
+        live = self._live(ticks)
 
         def own(name: str) -> tuple[float, ...]:
             totals = [0.0] * len(times)
@@ -204,14 +230,16 @@ class _ChainMaker:
 
         return Chain(
             self.traced,
-            tuple(replace(place, sent=float(size)) for place, size in zip(places, sent, strict=True)),
+            tuple(replace(place, sent=size, trains=trains) for place, (size, trains) in zip(places, live, strict=True)),
             tuple(times),
             own("parameter"),
             own("trained"),
             own("buffer"),
             own("saved"),
+            self._working(block_of, len(times)),
             tuple(item for item in items if len(item.blocks) > 1),
             self.machine,
+            self.sizes,
         )
 
     def _state(self, block_of: Mapping[int, int]) -> list[SharedBytes]:
@@ -244,8 +272,17 @@ class _ChainMaker:
                 sizes[kept.key] = kept.bytes
         return [SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
 
-    def _live_bytes(self, ticks: Sequence[int]) -> list[float]:
-        """The bytes of all values that are made before each tick and used after it, skips included.
+    def _working(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
+        """In each block the most that one operation's backward needs: gradients of its result and of its arguments."""
+        found = [0.0] * blocks
+        for step in self.operations:
+            needing = [index for index in {step.index, *step.refs} if self.finder.saved.index_needs_gradient(index)]
+            size = sum(self._number(bytes_of(self.traced.steps[index])) for index in needing)
+            found[block_of[step.index]] = max(found[block_of[step.index]], size)
+        return tuple(found)
+
+    def _live(self, ticks: Sequence[int]) -> list[tuple[float, bool]]:
+        """All values that are made before each tick and used after it, skips included: bytes, and whether any trains.
 
         Whatever needs no gradient and follows from sizes and constants alone is made again where it is used.
         """
@@ -255,18 +292,18 @@ class _ChainMaker:
                 last_use[index] = max(last_use.get(index, -1), step.tick)
         last_use.update(dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1))
         free = self._free_to_make()
-        changes = [0.0] * (len(ticks) + 1)
+        sizes, training = [0.0] * (len(ticks) + 1), [0] * (len(ticks) + 1)
         for index, last in last_use.items():
             step = self.traced.steps[index]
             if step.kind in ("op", "input") and index not in free:
-                size = self._number(bytes_of(step))
-                changes[bisect.bisect_right(ticks, step.tick)] += size
-                changes[bisect.bisect_right(ticks, last)] -= size
-        live, total = [], 0.0
-        for change in changes[:-1]:
-            total += change
-            live.append(max(total, 0.0))
-        return live
+                begin, end = bisect.bisect_right(ticks, step.tick), bisect.bisect_right(ticks, last)
+                size, trains = self._number(bytes_of(step)), step.spec is not None and step.spec.requires_grad
+                sizes[begin] += size
+                sizes[end] -= size
+                training[begin] += trains
+                training[end] -= trains
+        totals = zip(itertools.accumulate(sizes[:-1]), itertools.accumulate(training[:-1]), strict=True)
+        return [(max(size, 0.0), count > 0) for size, count in totals]
 
     def _free_to_make(self) -> set[int]:
         """Values made of sizes, constants and buffers alone."""

@@ -159,9 +159,10 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: 
         planned(**options)
 
 
-def test_a_rank_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="rank 2 is not one of the plan's ranks, 0 to 1"):
-        planned(schedules=["1F1B"]).build(2)
+@pytest.mark.parametrize("rank", [2, -1, "0"])
+def test_a_rank_that_is_not_there(rank: Any) -> None:
+    with pytest.raises(InputError, match=f"rank {rank!r} is not one of the plan's ranks, 0 to 1"):
+        planned(schedules=["1F1B"]).build(rank)
 
 
 def test_another_model_than_the_planned_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,15 @@ def test_traces_of_single_ranks() -> None:
     assert [line.what for line in only.ranks] == ["rank 1"]
 
 
-def test_nothing_was_traced() -> None:
+@pytest.mark.parametrize("nothing", [Timeline("empty", 2, ()), [], None])
+def test_nothing_was_traced(nothing: Any) -> None:
     with pytest.raises(PlanError, match=r"switch tracing on \(schedule.tracing = True\) before the step"):
-        compare(REPORT, Timeline("empty", 2, ()))
+        compare(REPORT, nothing)
+
+
+def test_something_that_foretells_nothing() -> None:
+    with pytest.raises(PlanError, match=r"takes what foretells a step, and got a Plan: give the result of pipecut"):
+        compare(REPORT.plan, REPORT.timeline)  # type: ignore[arg-type]
 
 
 def test_a_run_of_another_plan() -> None:

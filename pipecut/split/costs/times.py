@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,15 @@ class Times:
         return Times(
             self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
         )
+
+
+def mean_of(times: Sequence[Times]) -> Times:
+    """The mean of each part.
+
+    >>> mean_of([Times(1.0, 2.0, 3.0), Times(3.0, 2.0, 5.0)])
+    Times(forward=2.0, backward_input=2.0, backward_weight=4.0)
+    """
+    return sum(times, Times()).scaled(*[1 / len(times)] * 3)
 
 
 class StepTimes:

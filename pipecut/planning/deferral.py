@@ -1,0 +1,49 @@
+"""What a split backward does in each stage: put weight gradients off, or make them at once and hold them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..pipe_ir.traced import Step
+from ..split.chain import Chain, StageCost, steps_of
+from ..split.cost import Weights
+from ..split.costs.machine import Machine
+from ..split.costs.times import ACCUMULATED, Times
+from ..stage.backward.worth import least_rows, rows_of, sizes_of
+
+
+def stages_that_hold(chain: Chain, cuts: Sequence[int]) -> list[bool]:
+    """Whether each stage makes all gradients at once: what it has to gain is little, by the rule that stages go by."""
+    weigh = Weights(chain.traced, chain.sizes)
+
+    def empty(step: Step) -> Tensor:
+        shape = () if step.spec is None else [int(weigh.number(dim)) for dim in step.spec.shape]
+        return torch.empty(shape, device="meta")
+
+    found = []
+    for begin, end in itertools.pairwise([0, *cuts, len(chain.times)]):
+        inside = steps_of(chain, begin, end)
+        own = {step.index for step in inside}
+        used = [chain.traced.steps[index] for index in {ref for step in inside for ref in step.refs} - own]
+        trained = [step for step in used if step.spec is not None and step.spec.requires_grad]
+        arriving = [empty(step) for step in trained if step.kind != "state"]
+        least = least_rows(sizes_of(empty(step) for step in trained if step.kind == "state"), _on_cpu(chain))
+        found.append(bool(arriving) and rows_of(arriving) < least)
+    return found
+
+
+def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:
+    """The times of a stage by the halves of its backward."""
+    if not holds:
+        return stage.times
+    adding = min(stage.times.backward_weight, ACCUMULATED * stage.trained_bytes / machine.memory_bandwidth)
+    moved = stage.times.backward_weight - adding
+    return Times(stage.times.forward, stage.times.backward_input + moved, adding)
+
+
+def _on_cpu(chain: Chain) -> bool:
+    return chain.traced.device.type == "cpu"

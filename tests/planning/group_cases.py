@@ -1,0 +1,89 @@
+"""What ranks do in the tests of plans that they make together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipecut
+from pipecut.measurement.link import measure_link
+from pipecut.planning.together import on_all_ranks, on_first_rank
+
+WIDTH, BATCH = 8, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+
+def planned(ranks: int, net: nn.Module | None = None, **options: Any) -> pipecut.TrainingPlan:
+    options = {"batch": BATCH, "group": dist.group.WORLD, "time_budget": 0.1} | options
+    return pipecut.plan(net or model(), torch.ones(4, WIDTH), ranks=ranks, **options)
+
+
+def trains_as_planned(rank: int, ranks: int, cost: str) -> tuple[Any, dict[str, float]]:
+    """The plan, and how far each gradient of this rank's stages is from that of the uncut model."""
+    net = model()
+    found = planned(ranks, net, cost=cost, schedules=["1F1B", "ZB-H1", "Interleaved1F1B"])
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+    uncut = model()
+    nn.functional.mse_loss(uncut(x), y).backward()
+    expected = dict(uncut.named_parameters())
+    schedule = found.build(rank, loss_fn=nn.functional.mse_loss)
+    first, last = (any(getattr(stage, end) for stage in schedule.stages) for end in ("is_first", "is_last"))
+    schedule.step(*((x,) if first else ()), target=y if last else None)
+    off = {}
+    for stage in schedule.stages:
+        for name, parameter in stage.submod.named_parameters():
+            assert parameter.grad is not None, name
+            off[name] = float((parameter.grad - expected[name].grad).abs().max())  # type: ignore[operator]
+    costs = found.report.costs
+    facts = (found.cuts, found.schedule_plan.actions, found.step_time, costs, found.alternatives)
+    return repr(facts), off
+
+
+def measures_the_link(rank: int) -> tuple[float, float] | None:
+    assert dist.group.WORLD is not None
+    return measure_link(dist.group.WORLD, torch.device("cpu"))
+
+
+def asks_for_another_batch(rank: int, ranks: int) -> None:
+    planned(ranks, batch=BATCH + rank)
+
+
+def is_not_in_the_group(rank: int, ranks: int) -> str:
+    group = dist.new_group([0])
+    try:
+        planned(ranks, group=group, schedules=["1F1B"])
+    except pipecut.InputError as error:
+        return str(error)
+    return ""
+
+
+def fails_on_one(rank: int, ranks: int, who: int, everywhere: bool) -> None:
+    assert dist.group.WORLD is not None
+
+    def call() -> int:
+        if rank == who:
+            raise ValueError("no luck")
+        return rank
+
+    (on_all_ranks if everywhere else on_first_rank)(dist.group.WORLD, call)
+
+
+def finds_nothing_that_fits(rank: int, ranks: int) -> None:
+    planned(ranks, memory="1kB", schedules=["1F1B"])

@@ -1,0 +1,167 @@
+"""Measured plans: what stages were seen to take, at the planned size, is what the plan foretells."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipecut
+from pipecut import TrainingPlan
+from pipecut.measurement import rehearsal
+from pipecut.measurement.rehearsal import Rehearsal, StageTimes
+from pipecut.measurement.walk import example_values
+from pipecut.planning.deferral import stages_that_hold
+from pipecut.schedule import simulate
+from pipecut.split.chain import chain_of
+from pipecut.split.costs.times import Times
+from pipecut.stage.backward import StageWeights
+
+# Its layers sleep for each sample, of which there are any number while it is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.export cannot trace all of Sequential")
+
+
+class _Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds * x.shape[0]
+        time.sleep(ctx.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """Takes its time for each sample, and twice that in the backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.linear = seconds, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Waits.apply(self.linear(x), self.seconds)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SECONDS", 0.02)
+
+
+def slow_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Slow(0.001) for _ in range(4)))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_times_are_those_of_the_stages_at_the_planned_size(recompute: bool) -> None:
+    """A sleep takes at least its time: two layers of 1 ms a sample, for microbatches of 6 where the example has 2."""
+    found = pipecut.plan(
+        slow_model(), torch.ones(2, 4), ranks=2, batch=12, microbatch=6, schedules=["1F1B"], recompute=recompute,
+        cost="measured", time_budget=0.0,
+    )  # fmt: skip
+    assert found.cuts == ("the cut after '1'",)
+    costs = found.report.costs
+    forwards, backwards = costs.forward, costs.full_backward
+    assert isinstance(forwards, tuple)
+    assert isinstance(backwards, tuple)
+    least = 0.030 if recompute else 0.024  # again are computed the values that are needed: not the end of a stage
+    assert all(0.012 <= each < 0.1 for each in forwards)
+    assert all(least <= each < 0.2 for each in backwards)
+    # The first stage has no input that needs a gradient: nothing can be done before its weights.
+    first, second = costs.backward_input  # type: ignore[misc]
+    assert first < 0.012
+    assert second >= least
+
+
+@pytest.mark.usefixtures("quick")
+def test_times_of_stages_survive_a_file(tmp_path: Path) -> None:
+    net, x = slow_model(), torch.ones(2, 4)
+    found = pipecut.plan(
+        net, x, ranks=2, batch=4, microbatch=2, schedules=["1F1B"], recompute=False, cost="measured", time_budget=0.0
+    )
+    found.save(tmp_path / "plan.json")
+    again = TrainingPlan.load(tmp_path / "plan.json", net, x)
+    assert again.report.costs == found.report.costs
+    assert again.step_time == found.step_time == simulate(found.schedule_plan, found.report.costs).makespan
+
+
+def test_those_that_were_not_run_are_taken_to_be_as_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages of the best cuts take 10 times what was estimated: a plan that nobody ran must not look faster."""
+
+    def ten_times(self: Rehearsal, stages: Any, in_flight: Any) -> Any:
+        slow = StageTimes(Times(1.0, 1.0, 1.0), 2.0)
+        return lambda: dict.fromkeys(stages, slow)
+
+    monkeypatch.setattr(Rehearsal, "prepare", ten_times)
+    found = pipecut.plan(
+        slow_model(), torch.ones(2, 4), ranks=2, batch=8, microbatch=2, recompute=False, cost="measured",
+        time_budget=0.0,
+    )  # fmt: skip
+    assert found.step_time >= 3 * 4
+    assert all(each.step_time is None or each.step_time >= found.step_time for each in found.alternatives)
+
+
+class DependsOnData(nn.Module):
+    """How many rows are chosen is known only when it runs: no cut may lie between the choice and its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:4](x)
+        chosen = hidden[hidden.sum(1) > 0]
+        return self.layers[4:](x) + self.layers[0](chosen).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_size_that_depends_on_the_data_can_be_measured() -> None:
+    """The blocks that are measured were cut where no cut is allowed, and the plan was refused."""
+    found = pipecut.plan(
+        DependsOnData(), torch.randn(4, 16), ranks=2, batch=8, microbatch=4, schedules=["1F1B"], cost="measured",
+        time_budget=0.0, recompute=False,
+    )  # fmt: skip
+    assert len(found.cuts) == 1
+
+
+def test_rows_repeat_where_a_batch_is_larger_than_the_example() -> None:
+    net, x = nn.Linear(4, 4), torch.arange(8.0).reshape(2, 4)
+    traced = pipecut.pipeline(net, (x,)).traced
+    [value] = example_values(traced, (x,), {}, torch.device("cpu"), {"batch": 3}).values()
+    assert value.tolist() == [*x.tolist(), x[0].tolist()]
+
+
+@pytest.mark.parametrize("width", [8, 2048])
+def test_stages_hold_their_gradients_where_the_estimate_says_so(width: int) -> None:
+    """One rule decides in the plan and in the stage."""
+    net, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(3))), torch.ones(64, width)
+    pipe = pipecut.pipeline(net, (x,), split_policy=None, num_stages=3)
+    held = stages_that_hold(chain_of(pipe.traced), (1, 2))
+    seen = [
+        not StageWeights(stage.parameters()).pay_for([x.requires_grad_()], on_cpu=True) for stage in pipe.stages[1:]
+    ]
+    assert held == [False, *seen]  # the first has no input that needs a gradient
+    assert seen == [width == 8] * 2
+
+
+def test_a_stage_whose_inputs_need_no_gradient_has_all_of_its_backward_for_the_weights() -> None:
+    net, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.ones(4, 8)
+    chain = chain_of(pipecut.pipeline(net, (x,)).traced)
+    for cuts in itertools.combinations(range(1, 4), 2):
+        first, *others = chain.stage_costs(cuts)
+        assert first.times.backward_input == 0
+        assert all(stage.times.backward_input > 0 for stage in others)
+    net[0].requires_grad_(False)
+    frozen = chain_of(pipecut.pipeline(net, (x,)).traced).stage_costs((1, 2))
+    assert [stage.times.backward_input > 0 for stage in frozen] == [False, False, True]
+    trained = chain_of(pipecut.pipeline(net, (x.clone().requires_grad_(),)).traced).stage_costs((1, 2))
+    assert [stage.times.backward_input > 0 for stage in trained] == [True, True, True]
