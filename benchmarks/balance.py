@@ -1,12 +1,12 @@
 """How even the stages are that pipecut cuts: the longest measured stage beside the mean, and beside two simple rules.
 
-Every stage runs by itself, forward and backward; the time of a stage is the shortest of its runs. The same models are
+Every stage runs by itself, forward and backward; the time of a stage is the median of its runs. The same models are
 cut into equal numbers of layers, and by parameters, at the same places.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib
 import statistics
 import sys
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut.measurement.chain import measured_chain
-from pipecut.measurement.stage_times import measure_stage
-from pipecut.pipe_ir.inputs import bind_inputs
+from pipecut.measurement.refinement import refined_cut
+from pipecut.measurement.stage_times import measure_stages
+from pipecut.measurement.walk import example_values
 from pipecut.pipe_ir.traced import TracedModel
 from pipecut.split.automatic import balanced_cut
 from pipecut.split.balance import Blocks, Shared, balance
@@ -122,21 +123,12 @@ def _unet() -> nn.Module:
 
 
 def stage_times(traced: TracedModel, plan: SplitPlan, inputs: Mapping[str, Tensor], rounds: int) -> list[float]:
-    """The time of each stage: the shortest over rounds, in which the stages take turns."""
+    """The time of each stage: the median over rounds, in which the stages take turns."""
     pipe = cut_model(traced, plan)
-    values: dict[int, Any] = dict(bind_inputs(traced.call, (), inputs))
-    calls = []
-    for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
-        arguments = [values[index] for index in info.inputs]
-        module = copy.deepcopy(stage)
-        calls.append((module, arguments))
-        made = module(*arguments)
-        if info.index < pipe.num_stages - 1:
-            outputs = (made,) if len(info.outputs) == 1 else made or ()
-            for index, value in zip(info.outputs, outputs, strict=True):
-                values[index] = value.detach().requires_grad_(value.requires_grad)
-    totals = [[measure_stage(module, arguments).total for module, arguments in calls] for _ in range(rounds)]
-    return [min(column) for column in zip(*totals, strict=True)]
+    device = torch.device("cpu")
+    values = example_values(traced, (), inputs, device)
+    totals = [[times.total for times in measure_stages(pipe, values, device)] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*totals, strict=True)]
 
 
 def imbalance(times: Sequence[float]) -> float:
@@ -174,7 +166,7 @@ def _compare(subject: Subject, rounds: int) -> list[tuple[list[str], float, floa
             continue
         chain = measured_chain(analytic, (), inputs, stages=stages)
         outer = _outer(chain, stages)
-        cut = balanced_cut(chain, stages)
+        cut = refined_cut(chain, functools.partial(balanced_cut, stages=stages), (), inputs)
         plans = {
             "measured": cut.plan,
             "analytic": balanced_cut(analytic, stages).plan,

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from ..errors import SplitError
 from ..pipe_ir.traced import TracedModel
-from ..split.automatic import balanced_cut, same_cuts, warn_of_a_giant
+from ..split.automatic import BalancedCut, balanced_cut, same_cuts, warn_of_a_giant
 from ..split.chain import Chain, chain_of
 from ..split.points import SplitPlan
 from .chain import measured_chain
+from .refinement import refined_cut
 
 CostName = Literal["analytic", "measured"]
 
@@ -50,19 +51,23 @@ class AutomaticCuts:
         again = same_cuts(traced, self._found) if self._found is not None else None
         if again is not None:
             return again
-        found = balanced_cut(
-            self._chain(traced),
+        found = self._balanced(traced)
+        warn_of_a_giant(found)
+        self._found = found.plan
+        return found.plan
+
+    def _balanced(self, traced: TracedModel) -> BalancedCut:
+        chain = chain_of(traced)
+        if self.balancing.cost == "analytic":
+            return self._solve(chain)
+        measured = measured_chain(chain, self._args, self._kwargs, stages=self.num_stages)
+        return refined_cut(measured, self._solve, self._args, self._kwargs, speeds=self.balancing.speeds)
+
+    def _solve(self, chain: Chain) -> BalancedCut:
+        return balanced_cut(
+            chain,
             self.num_stages,
             speeds=self.balancing.speeds,
             memory_limit=self.balancing.memory_limit,
             in_flight=lambda stage: self.num_stages - stage,
         )
-        warn_of_a_giant(found)
-        self._found = found.plan
-        return found.plan
-
-    def _chain(self, traced: TracedModel) -> Chain:
-        chain = chain_of(traced)
-        if self.balancing.cost == "analytic":
-            return chain
-        return measured_chain(chain, self._args, self._kwargs, stages=self.num_stages)

@@ -15,8 +15,8 @@ from ..pipe_ir.traced import Ref
 from ..split.chain import Chain, steps_of
 from ..split.costs.times import Times
 from ..split.cut import cut_model
-from .stage_times import measure_stage
-from .walk import example_values, walk
+from .stage_times import measure_stages
+from .walk import example_values
 
 # A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
 # is too small is measured badly, and goes with the next one.
@@ -50,7 +50,7 @@ def measured_chain(
     outer, pipe = _cut_into_blocks(chain, stages)
     values = example_values(chain.traced, args, kwargs, where)
     with torch.random.fork_rng(), torch.enable_grad():
-        measured = _run(pipe, outer, values, where)
+        measured = measure_stages(pipe, values, where, lambda block: _signature(outer, block))
     return chain.with_times(_divided(chain, outer, measured))
 
 
@@ -71,27 +71,11 @@ def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
     for depth in [depth for depth in reversed(depths) if depth <= fine]:
         outer = _without_small_blocks(chain.up_to(depth), LEAST_SHARE * goal)
         try:
-            return outer, _cut_everywhere(outer)
+            return outer, cut_model(chain.traced, outer.plan(range(1, len(outer.times))), may_recompute=False)
         except SplitError:  # that many cuts tear something apart: fewer may not
-            continue
-    outer = _where_it_can_be_cut(chain.up_to(depths[0]))
-    return outer, _cut_everywhere(outer)
-
-
-def _cut_everywhere(chain: Chain) -> Pipe:
-    return cut_model(chain.traced, chain.plan(range(1, len(chain.times))), may_recompute=False)
-
-
-def _where_it_can_be_cut(chain: Chain) -> Chain:
-    """The chain without places where a cut is refused: what crosses them cannot be sent."""
-    kept: list[int] = []
-    for place in range(len(chain.places)):
-        try:
-            _cut_everywhere(chain.with_places([*kept, place]))
-        except SplitError:  # the block goes on to the next place
-            continue
-        kept.append(place)
-    return chain.with_places(kept)
+            if depth == depths[0]:
+                raise
+    raise AssertionError("there is at least one depth")
 
 
 def _without_small_blocks(chain: Chain, least: float) -> Chain:
@@ -105,17 +89,6 @@ def _without_small_blocks(chain: Chain, least: float) -> Chain:
             kept.append(place)
             waiting = 0.0
     return chain.with_places(kept)
-
-
-def _run(pipe: Pipe, outer: Chain, values: dict[int, Any], device: torch.device) -> list[Times]:
-    known: dict[Any, Times] = {}
-    found = []
-    for index, module, inputs in walk(pipe, values, device):
-        key = _signature(outer, index)
-        if key not in known:
-            known[key] = measure_stage(module, inputs)
-        found.append(known[key])
-    return found
 
 
 def _signature(chain: Chain, block: int) -> Any:
@@ -134,8 +107,7 @@ def _signature(chain: Chain, block: int) -> Any:
 
 def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Times]:
     """The time of each outer block among the blocks inside it, in proportion to their analytic times."""
-    ticks = [place.cut.tick for place in chain.places]
-    bounds = [0, *(ticks.index(place.cut.tick) + 1 for place in outer.places), len(chain.times)]
+    bounds = bounds_of(chain, [place.cut.tick for place in outer.places])
     found: list[Times] = []
     for (begin, end), whole in zip(itertools.pairwise(bounds), measured, strict=True):
         inside = chain.times[begin:end]
@@ -145,6 +117,12 @@ def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Time
             for nth in range(len(inside))
         ]
     return found
+
+
+def bounds_of(chain: Chain, ticks: Sequence[int]) -> list[int]:
+    """The blocks at which the parts of a cut begin, with the end of the last part."""
+    own = [place.cut.tick for place in chain.places]
+    return [0, *(own.index(tick) + 1 for tick in ticks), len(chain.times)]
 
 
 def _parts(times: Times) -> tuple[float, float, float]:

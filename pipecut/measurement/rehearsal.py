@@ -63,7 +63,7 @@ class Rehearsal:
 
 
 def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: float) -> StageTimes:
-    """Of each computation the median, as a step has its share of slow ones; full and split backwards take turns."""
+    """The mean of each computation, as a step has its share of slow ones; full and split backwards take turns."""
     weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
     runs: tuple[list[Run], list[Run]] = ([], [])
     begin = time.perf_counter()
@@ -72,8 +72,8 @@ def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: fl
         runs[1].extend(split_run(module, inputs, weights, at_once))
     full, split = runs[0][1:], runs[1][1:]  # the first ones warm up
     times = Times(
-        statistics.median(run[0] for run in [*full, *split]),
-        statistics.median(run[1] for run in split),
-        statistics.median(run[2] for run in split),
+        statistics.fmean(run[0] for run in [*full, *split]),
+        statistics.fmean(run[1] for run in split),
+        statistics.fmean(run[2] for run in split),
     )
-    return StageTimes(times, statistics.median(run[1] for run in full))
+    return StageTimes(times, statistics.fmean(run[1] for run in full))

@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..pipe_ir.pipe import Pipe
 from ..pipe_ir.structure import flatten
 from ..split.costs.times import Times
 from ..stage.backward import StageWeights, full_backward, input_backward, weight_backward
+from .walk import walk
 
-LEAST_RUNS, MOST_RUNS = 7, 50
-ENOUGH_SECONDS = 0.2
+PASSES = 3
+LEAST_RUNS, MOST_RUNS = 3, 20
+ENOUGH_SECONDS = 0.07
 
 Run = tuple[float, float, float]  # seconds of a forward, of the gradients of the inputs, and of those of the weights
 
 
-def measure_stage(module: nn.Module, inputs: Sequence[Any]) -> Times:
-    """Run a module some times on its inputs; of each part the median, as a step has its share of slow ones too.
+def measure_stages(
+    pipe: Pipe, values: Mapping[int, Any], device: torch.device, key: Callable[[int], Hashable] = int
+) -> list[Times]:
+    """The times of every stage of a pipe: medians, as a step has its share of slow runs too.
 
-    Gradients are left in the module's parameters.
+    The stages take turns in some passes, for a machine is faster at one time than at another. Those with the same key
+    are taken to be the same.
     """
+    runs: dict[Hashable, list[Run]] = {}
+    for _ in range(PASSES):
+        done = set()
+        for index, module, inputs in walk(pipe, dict(values), device):
+            if key(index) not in done:
+                done.add(key(index))
+                runs.setdefault(key(index), []).extend(some_runs(module, inputs))
+    medians = {name: Times(*map(statistics.median, zip(*found, strict=True))) for name, found in runs.items()}
+    return [medians[key(index)] for index in range(pipe.num_stages)]
+
+
+def some_runs(module: nn.Module, inputs: Sequence[Any]) -> list[Run]:
+    """Run a module some times on its inputs. Gradients are left in its parameters."""
     weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
     split_run(module, inputs, weights)
     runs: list[Run] = []
     begin = time.perf_counter()
     while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() - begin < ENOUGH_SECONDS):
         runs += split_run(module, inputs, weights)
-    return Times(*map(statistics.median, zip(*runs, strict=True)))
+    return runs
 
 
 def split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, at_once: int = 1) -> list[Run]:

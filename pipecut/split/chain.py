@@ -212,7 +212,9 @@ class _ChainMaker:
 
     def make(self) -> Chain:
         """The chain with all places that are allowed."""
-        places = _with_work_between(allowed_places(self.traced), [step.tick for step in self.operations])
+        places = _with_work_between(
+            self._sendable(allowed_places(self.traced)), [step.tick for step in self.operations]
+        )
         ticks = [place.cut.tick for place in places]
         block_of = {step.index: bisect.bisect_right(ticks, step.tick) for step in self.operations}
         times = [Times()] * (len(places) + 1)
@@ -286,14 +288,9 @@ class _ChainMaker:
 
         Whatever needs no gradient and follows from sizes and constants alone is made again where it is used.
         """
-        last_use: dict[int, int] = {}
-        for step in self.operations:
-            for index in step.refs:
-                last_use[index] = max(last_use.get(index, -1), step.tick)
-        last_use.update(dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1))
         free = self._free_to_make()
         sizes, training = [0.0] * (len(ticks) + 1), [0] * (len(ticks) + 1)
-        for index, last in last_use.items():
+        for index, last in self._last_uses().items():
             step = self.traced.steps[index]
             if step.kind in ("op", "input") and index not in free:
                 begin, end = bisect.bisect_right(ticks, step.tick), bisect.bisect_right(ticks, last)
@@ -304,6 +301,23 @@ class _ChainMaker:
                 training[end] -= trains
         totals = zip(itertools.accumulate(sizes[:-1]), itertools.accumulate(training[:-1]), strict=True)
         return [(max(size, 0.0), count > 0) for size, count in totals]
+
+    def _sendable(self, places: list[Place]) -> list[Place]:
+        """Places that nothing crosses whose size depends on the data: no other stage could know it beforehand."""
+        spans = [
+            (step.tick, last)
+            for step, last in ((self.traced.steps[index], last) for index, last in self._last_uses().items())
+            if step.spec is not None and step.spec.symbols - self.traced.dims.keys()
+        ]
+        return [place for place in places if not any(made < place.cut.tick <= last for made, last in spans)]
+
+    def _last_uses(self) -> dict[int, int]:
+        """The tick of the last operation that uses each value."""
+        found: dict[int, int] = {}
+        for step in self.operations:
+            for index in step.refs:
+                found[index] = max(found.get(index, -1), step.tick)
+        return found | dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1)
 
     def _free_to_make(self) -> set[int]:
         """Values made of sizes, constants and buffers alone."""

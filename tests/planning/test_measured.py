@@ -110,29 +110,6 @@ def test_those_that_were_not_run_are_taken_to_be_as_far_off(monkeypatch: pytest.
     assert all(each.step_time is None or each.step_time >= found.step_time for each in found.alternatives)
 
 
-class DependsOnData(nn.Module):
-    """How many rows are chosen is known only when it runs: no cut may lie between the choice and its use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layers[:4](x)
-        chosen = hidden[hidden.sum(1) > 0]
-        return self.layers[4:](x) + self.layers[0](chosen).sum()  # type: ignore[no-any-return]
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_size_that_depends_on_the_data_can_be_measured() -> None:
-    """The blocks that are measured were cut where no cut is allowed, and the plan was refused."""
-    found = pipecut.plan(
-        DependsOnData(), torch.randn(4, 16), ranks=2, batch=8, microbatch=4, schedules=["1F1B"], cost="measured",
-        time_budget=0.0, recompute=False,
-    )  # fmt: skip
-    assert len(found.cuts) == 1
-
-
 def test_rows_repeat_where_a_batch_is_larger_than_the_example() -> None:
     net, x = nn.Linear(4, 4), torch.arange(8.0).reshape(2, 4)
     traced = pipecut.pipeline(net, (x,)).traced

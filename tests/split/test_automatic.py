@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pipecut import Pipe, PipeWarning, pipeline
 from pipecut.errors import InputError, SplitError
+from pipecut.measurement import stage_times
 from pipecut.measurement.chain import measured_chain
+from pipecut.measurement.refinement import refined_cut
+from pipecut.measurement.stage_times import Run
+from pipecut.split.automatic import balanced_cut
 from pipecut.split.chain import chain_of
-from pipecut.split.costs.times import Times
 
 
 class Residual(nn.Module):
@@ -95,18 +99,37 @@ def test_measured_costs_leave_the_model_and_the_random_numbers_alone() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_blocks_are_measured_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def pretend(module: nn.Module, inputs: list[object]) -> Times:
+    def pretend(module: nn.Module, inputs: list[object]) -> list[Run]:
         calls.append(module)
-        return Times(len(calls), 0.0, 0.0)
+        return [(float(len(calls)), 0.0, 0.0)]
 
-    monkeypatch.setattr("pipecut.measurement.chain.measure_stage", pretend)
+    monkeypatch.setattr(stage_times, "some_runs", pretend)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 2)), torch.ones(4, 8)
     chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
-    # The first layer has no input that needs a gradient: its backward is another one.
-    assert [times.forward for times in chain.times] == [1.0, 2.0, 2.0, 2.0, 2.0, 3.0]
+    assert len(calls) == 3 * stage_times.PASSES == 9
+    # The first layer has no input that needs a gradient: its backward is another one. The median is of the middle pass.
+    assert [times.forward for times in chain.times] == [4.0, 5.0, 5.0, 5.0, 5.0, 6.0]
+
+
+def test_a_cut_is_corrected_by_what_its_stages_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 4 and 5 are as long as the others by themselves, and take four times as long inside a stage."""
+    lengths = [1, 1, 1, 1, 4, 4]
+
+    def pretend(module: nn.Module, inputs: list[object]) -> list[Run]:
+        names = {int(name.split(".")[0]) for name, _ in module.named_parameters()}
+        alone = len(names) == 1
+        return [(float(sum(1 if alone else lengths[name] for name in names)), 0.0, 0.0)]
+
+    monkeypatch.setattr(stage_times, "some_runs", pretend)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.ones(4, 8)
+    chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
+    assert {times.forward for times in chain.times} == {1.0}
+    assert balanced_cut(chain, 2).balance.cuts == (3,)  # 3 and 9
+    found = refined_cut(chain, functools.partial(balanced_cut, stages=2), (x,))
+    assert [cut.label for cut in found.plan.cuts] == ["the cut after '3'"]  # 4 and 8
 
 
 def test_what_was_measured_of_a_block_is_divided_inside_it() -> None:
@@ -201,3 +224,25 @@ def test_train_and_eval_are_cut_alike() -> None:
     model, x = Moody(), torch.randn(8, 32)
     pipe = pipeline(model, (x,), num_stages=4)
     torch.testing.assert_close(pipe.eval()(x), model.eval()(x))
+
+
+class DependsOnData(nn.Module):
+    """How many rows are chosen is known only when it runs: no cut may lie between the choice and its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[:3](x)
+        chosen = hidden[hidden.sum(1) > 0]
+        return self.layers[3:](x) + self.last(chosen).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cost", ["analytic", "measured"])
+def test_no_cut_where_a_size_that_depends_on_the_data_would_cross(cost: Any) -> None:
+    """The middle of the work is between the choice and its use: a cut was made there, and refused."""
+    with pytest.warns(PipeWarning, match="what lies between the cut after 'layers.2' and the end of the model"):
+        pipe = pipeline(DependsOnData(), (torch.randn(4, 16),), num_stages=2, cost=cost)
+    names = {name.rpartition(".")[0] for name, _ in pipe.stages[0].named_parameters()}
+    assert names == {"layers.0", "layers.1", "layers.2"}
