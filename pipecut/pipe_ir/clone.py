@@ -14,6 +14,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from .emptied import empty
+
 # The dicts in which nn.Module keeps the user's callables.
 HOOK_DICTS = (
     "_forward_hooks",
@@ -28,9 +30,15 @@ HOOK_DICTS = (
 
 
 def clone(
-    model: nn.Module, absent: Collection[nn.Module] = (), replaced: Mapping[int, torch.Tensor] | None = None
+    model: nn.Module,
+    absent: Collection[nn.Module] = (),
+    replaced: Mapping[int, torch.Tensor] | None = None,
+    emptied: Mapping[nn.Module, str] | None = None,
 ) -> nn.Module:
     """A new module tree of the same classes over the same tensors; `absent` modules are left out.
+
+    Of the absent ones, those that are `emptied`, here with their paths, are there for modules that refer to them
+    without having registered them: outside of the tree, without parameters and buffers.
 
     Tensors whose id is in `replaced` are others in the copy, wherever a module refers to them.
 
@@ -41,20 +49,23 @@ def clone(
     >>> other[0] is model[0], other[0].weight is model[0].weight
     (False, True)
     """
-    memo: dict[int, Any] = {id(module): None for module in absent}
-    kept = [module for module in model.modules() if id(module) not in memo]
-    for module in kept:
+    emptied = emptied or {}
+    left_out = {id(module) for module in absent}
+    memo: dict[int, Any] = dict.fromkeys(left_out - {id(module) for module in emptied})
+    kept = [module for module in model.modules() if id(module) not in left_out]
+    for module in (*kept, *emptied):
         for shared in _shared_values(module):
             memo[id(shared)] = (replaced or {}).get(id(shared), shared)
         for value in vars(module).values():
             if type(value) in (collections.OrderedDict, dict, set) and not value:
                 memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each
-    copied, memo = _deepcopy(model, kept, memo)
+    copied, memo = _deepcopy(model, [*kept, *emptied], memo)
     for module in kept:
-        children: dict[str, nn.Module | None] = memo[id(module)]._modules
         for name, child in module._modules.items():
-            if child is not None and children.get(name) is None:
-                children.pop(name, None)
+            if id(child) in left_out:
+                memo[id(module)]._modules.pop(name, None)
+    for module, path in emptied.items():
+        empty(memo[id(module)], path)
     return copied
 
 

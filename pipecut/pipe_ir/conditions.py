@@ -18,8 +18,8 @@ def find_conditions(
 ) -> tuple[Condition, ...]:
     """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
     decided = [
-        Condition(holds, run.decision_lines[expr, answer, id(span)], span_ticks[id(span)][0])
-        for (expr, answer), spans in run.decisions.items()
+        Condition(holds, run.decisions.lines[expr, answer, id(span)], span_ticks[id(span)][0])
+        for (expr, answer), spans in run.decisions.made.items()
         for holds in [_in_words(symbols, expr, answer)]
         if holds is not None
         for span in spans.values()

@@ -21,7 +21,7 @@ def find_fixed_dims(
     by_step = {entry.step: entry for entry in inputs}
     lines = {
         (nth, dim): _line(run, expr)
-        for nth, sizes in enumerate(run.input_sizes)
+        for nth, sizes in enumerate(run.decisions.input_sizes)
         for dim, expr in enumerate(sizes)
         if isinstance(expr, sympy.Symbol)
     }
@@ -40,8 +40,8 @@ def find_fixed_dims(
 def _line(run: Recorder, symbol: sympy.Basic) -> str:
     """The line that replaced a symbol, or replaced what it had been replaced by."""
     line = ""
-    while symbol in run.replaced:
-        symbol, line = run.replaced[symbol]
+    while symbol in run.decisions.replaced:
+        symbol, line = run.decisions.replaced[symbol]
     return line
 
 

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
 
 from .ambient import ambient_autocast
 from .conditions import find_conditions
-from .effects import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .drafts import Drafts
 from .fixed_dims import find_fixed_dims
 from .inputs import Example
-from .marker import is_mark
-from .recorder import OpenSpan, Recorder, SeenNode, SeenTensor
+from .recorder import Recorder
 from .same_sizes import same_sizes
-from .symbols import SYMBOLIC, Symbols, hints_of, names_of
-from .traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
+from .seen import OpenSpan, SeenTensor
+from .symbols import Symbols, hints_of, names_of
+from .traced import Context, Span, Step, TracedInput, TracedModel
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
     """All of a trace as frozen values, independent of the tracer."""
     return _Freezer(model, example, run, training).traced()
-
-
-@dataclass
-class _Draft:
-    """A value while its last writer is not known yet."""
-
-    step: Step
-    requires_grad: bool
 
 
 class _Freezer:
@@ -43,7 +31,6 @@ class _Freezer:
         self.model, self.example, self.run, self.training = model, example, run, training
         self.root = run.root
         names = _input_names(example)
-        self.input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
         values = [seen.node.meta["val"] for seen in run.inputs]
         dim_names = example.dynamic.names
         same = same_sizes(
@@ -54,30 +41,21 @@ class _Freezer:
         )
         shapes = [tuple(tensor.shape) for tensor in example.tensors]
         inputs = list(zip(names, values, strict=True))
-        self.symbols = Symbols(inputs, {**run.replacements, **same}, example.dynamic, shapes, run.decisions)
-        self.state: dict[Node, list[str]] = {}
-        for name, seen in run.state:
-            self.state.setdefault(seen.node, []).append(name)
-        self.reached: set[Node] = set()
-        self.model_tensors: dict[int, list[str]] = {}
-        for named in (model.named_parameters, model.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                self.model_tensors.setdefault(id(tensor), []).append(name)
+        self.symbols = Symbols(
+            inputs, {**run.decisions.replacements, **same}, example.dynamic, shapes, run.decisions.made
+        )
         self.device = _device(model, example)
-        self.drafts: list[_Draft] = []
-        self.index: dict[Node, int] = {}
-        self.numbers: dict[Node, Any] = {}
-        self.data_numbers: dict[Any, int] = {}
+        input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
+        self.drafts = Drafts(model, run, self.symbols, input_names, self.device)
         self.span_ticks: dict[int, tuple[int, int]] = {}
         self.span_contexts: dict[int, Context] = {}
-        self.modes = Modes()
 
     def traced(self) -> TracedModel:
         self._walk_timeline()
         root = self._span(self.root)
-        output = self.run.output.converted(self._leaf)
-        steps = tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self.drafts)
-        input_steps = [self.index[seen.node] for seen in self.run.inputs]
+        output = self.run.output.converted(self.drafts.leaf)
+        steps, index = self.drafts.finished(), self.drafts.index
+        input_steps = [index[seen.node] for seen in self.run.inputs]
         inputs = self._inputs(input_steps, steps)
         return TracedModel(
             steps=steps,
@@ -89,12 +67,12 @@ class _Freezer:
             hints={
                 str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
             },
-            state_names={self.index[node]: tuple(names) for node, names in self.state.items() if node in self.index},
+            state_names={index[node]: tuple(names) for node, names in self.drafts.state.items() if node in index},
             device=self.device,
             model=self.model,
             training=self.training,
             conditions=find_conditions(self.run, self.symbols, steps, self.span_ticks),
-            reached_state=frozenset(self.index[node] for node in self.reached),
+            reached_state=frozenset(index[node] for node in self.drafts.reached),
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
             forgotten=self.run.forgotten,
@@ -112,7 +90,7 @@ class _Freezer:
             while event is not None and event[0] <= position:
                 self._note_event(event, tick)
                 tick, event = tick + 1, next(pending, None)
-            self._note_node(node, tick)
+            self.drafts.note(node, tick)
             tick += 1
         while event is not None:
             self._note_event(event, tick)
@@ -122,140 +100,12 @@ class _Freezer:
         _, span, begins = event
         if begins:
             self.span_ticks[id(span)] = (tick, -1)
-            self.span_contexts[id(span)] = self.modes.context
+            self.span_contexts[id(span)] = self.drafts.modes.context
         else:
             self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
         for leaf in (span.args if begins else span.result).leaves:
-            # In hindsight only: autograd itself said whether these tensors carry a gradient.
-            if isinstance(leaf, SeenTensor) and leaf.node in self.index:
-                self.drafts[self.index[leaf.node]].requires_grad = leaf.requires_grad
-
-    def _note_node(self, seen: SeenNode, tick: int) -> None:
-        if isinstance(seen.value, SYMBOLIC):
-            number = self.symbols.number(seen.value)
-            if number is not None:
-                self.numbers[seen.node] = number if isinstance(number, int) else Size(number)
-                return
-        if seen.op == "placeholder" and seen.node not in self.state and seen.node not in self.input_names:
-            return
-        if seen.op == "call_function" and self.modes.follow(seen.target, seen.args):
-            return
-        self._draft(seen, tick)
-
-    def _draft(self, seen: SeenNode, tick: int) -> None:
-        kind, target, constant = self._kind(seen)
-        args = tuple(self._argument(item) for item in seen.args)
-        kwargs = {key: self._argument(item) for key, item in seen.kwargs.items()}
-        refs = _refs((args, kwargs))
-        requires_grad = self._carries_gradient(seen, kind, target, refs)
-        step = Step(
-            index=len(self.drafts),
-            tick=tick,
-            kind=kind,
-            name=self.input_names.get(seen.node, seen.node.name),
-            target=target,
-            args=args,
-            kwargs=kwargs,
-            spec=self.symbols.spec(seen.value, requires_grad) if isinstance(seen.value, torch.Tensor) else None,
-            storage=self._storage(seen, target, refs),
-            context=self.modes.context,
-            source=_source(seen.stack_trace),
-            refs=refs,
-            writes=_refs(written_arguments(target, args, kwargs)),
-            constant=constant,
-        )
-        self.drafts.append(_Draft(step, requires_grad))
-        self.index[seen.node] = step.index
-        if isinstance(seen.value, SYMBOLIC):
-            self.data_numbers[seen.value.node.expr] = step.index
-        same = returned_argument(target, args, kwargs)
-        if isinstance(same, Ref):
-            self._rewrite(seen.node, same.index, step, requires_grad)
-
-    def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
-        if operator_name(target) in PASS_THROUGH and refs:
-            return self.drafts[refs[0]].step.storage
-        return _storage(seen.value)
-
-    def _rewrite(self, node: Node, index: int, writer: Step, requires_grad: bool) -> None:
-        """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""
-        draft = self.drafts[index]
-        self.index[node] = index
-        self.drafts[index] = _Draft(replace(draft.step, spec=writer.spec), requires_grad)
-
-    def _kind(self, seen: SeenNode) -> tuple[StepKind, Any, Any]:
-        if seen.node in self.state:
-            return "state", self.state[seen.node][0], None
-        if seen.op == "placeholder":
-            return "input", seen.target, None
-        if seen.op == "get_attr":
-            constant = getattr(self.run.constants, str(seen.target))
-            if id(constant) in self.model_tensors:
-                self.state[seen.node] = self.model_tensors[id(constant)]
-                self.reached.add(seen.node)
-                return "state", self.state[seen.node][0], None
-            constant = _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant
-            return "constant", seen.target, constant
-        return ("mark" if is_mark(seen.target) else "op"), seen.target, None
-
-    def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
-        if kind == "state":
-            return bool(self.model_tensor(seen.node).requires_grad)
-        if kind == "input":
-            return next(tensor.requires_grad for tensor in self.run.inputs if tensor.node is seen.node)
-        from_arguments = any(self.drafts[index].requires_grad for index in refs)
-        if not isinstance(seen.value, torch.Tensor):
-            return from_arguments
-        differentiable = seen.value.dtype.is_floating_point or seen.value.dtype.is_complex
-        if not (differentiable and self.modes.context.grad) or operator_name(target) in WITHOUT_GRADIENT:
-            return False
-        return from_arguments
-
-    def model_tensor(self, node: Node) -> torch.Tensor:
-        path, _, name = self.state[node][0].rpartition(".")
-        tensor: torch.Tensor = getattr(self.model.get_submodule(path), name)
-        return tensor
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, Node):
-            return self.numbers[value] if value in self.numbers else self._ref(self.index[value])
-        if isinstance(value, tuple | list):
-            return type(value)(self._argument(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._argument(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
-        return HERE if isinstance(value, torch.device) and value == self.device else value
-
-    def _ref(self, index: int) -> Ref:
-        step = self.drafts[index].step
-        outside = step.kind == "constant" and isinstance(step.constant, torch.Tensor)
-        return ConstantRef(index) if outside else Ref(index)
-
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, SeenTensor):
-            return self._ref(self.index[leaf.node])
-        if isinstance(leaf, SYMBOLIC):
-            number = self.symbols.number(leaf)
-            return (
-                number
-                if isinstance(number, int)
-                else Size(number)
-                if number is not None
-                else Ref(self.data_numbers[leaf.node.expr])
-            )
-        if isinstance(leaf, torch.Tensor):
-            return self._constant(leaf)
-        return self._argument(leaf)
-
-    def _constant(self, tensor: torch.Tensor) -> Ref:
-        """A tensor that the model keeps as a plain attribute and passes on."""
-        index = len(self.drafts)
-        spec = self.symbols.spec(tensor, tensor.requires_grad)
-        name = f"constant_{index}"
-        step = Step(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
-        self.drafts.append(_Draft(step, tensor.requires_grad))
-        return ConstantRef(index)
+            if isinstance(leaf, SeenTensor):
+                self.drafts.correct(leaf)
 
     def _span(self, span: OpenSpan) -> Span:
         begin, end = self.span_ticks[id(span)]
@@ -266,12 +116,12 @@ class _Freezer:
             nth_call=span.nth_call,
             begin=begin,
             end=end,
-            args=span.args.converted(self._leaf),
-            result=span.result.converted(self._leaf),
+            args=span.args.converted(self.drafts.leaf),
+            result=span.result.converted(self.drafts.leaf),
             context=self.span_contexts[id(span)],
             children=children,
             options=span.options,
-            assigned_buffers={name: self.index[seen.node] for name, seen in span.assigned_buffers.items()},
+            assigned_buffers={name: self.drafts.index[seen.node] for name, seen in span.assigned_buffers.items()},
         )
 
     def _inputs(self, input_steps: list[int], steps: tuple[Step, ...]) -> tuple[TracedInput, ...]:
@@ -306,49 +156,3 @@ def _device(model: nn.Module, example: Example) -> torch.device:
     if any(tensor.device.type == "meta" for tensor in state):
         return torch.device("cpu")  # the device of the stand-ins that a model without memory is traced with
     return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))
-
-
-def _storage(value: Any) -> int | None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    try:
-        return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # inside torch.vmap tensors are views that have no memory to speak of
-        return None
-
-
-def _with_tuple_output(graph_module: GraphModule) -> GraphModule:
-    """A branch of torch.cond returns a tuple when it runs, also where it was traced returning a single tensor."""
-    output = graph_module.graph.output_node()
-    if not isinstance(output.args[0], tuple | list):
-        output.args = ((output.args[0],),)
-        graph_module.recompile()
-    return graph_module
-
-
-def _source(stack_trace: str) -> str:
-    """The user's line, from the last frame of a stack trace."""
-    lines = stack_trace.strip().splitlines()
-    frames = [(place.strip(), code.strip()) for place, code in zip(lines, lines[1:], strict=False) if "File " in place]
-    own = [f"{place}: {code}" for place, code in frames if _PACKAGE not in place]
-    return own[-1] if own else ""
-
-
-_PACKAGE = str(Path(__file__).parent)
-
-
-def _refs(value: Any) -> tuple[int, ...]:
-    if isinstance(value, Ref):
-        return (value.index,)
-    if isinstance(value, tuple | list):
-        return tuple(index for item in value for index in _refs(item))
-    if isinstance(value, dict):
-        return _refs(list(value.values()))
-    if isinstance(value, slice):
-        return _refs([value.start, value.stop, value.step])
-    return ()
-
-
-def _with_grad(draft: _Draft) -> Any:
-    spec = draft.step.spec
-    return None if spec is None else replace(spec, requires_grad=draft.requires_grad)

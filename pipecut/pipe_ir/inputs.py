@@ -107,17 +107,42 @@ def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
-    expected = {entry.path for entry in call.inputs}
-    missing = [f"{path} was part of the example inputs and is missing" for path in expected - given.keys()]
-    extra = [
-        f"{path} was not part of the example inputs: call pipeline() with an example that has it"
-        for path in given.keys() - expected
+    entries = {entry.path: entry for entry in call.inputs}
+    missing, extra = sorted(entries.keys() - given.keys()), sorted(given.keys() - entries.keys())
+    faults = []
+    for path in [path for path in extra if _inside(path, missing)]:
+        then = _inside(path, missing)
+        faults.append(
+            f"{path} held {', '.join(then)} when the model was traced; got {_brief(given[path])}: {_retrace(path)}"
+        )
+        missing, extra = _others(missing, then), _others(extra, [path])
+    for path in [path for path in missing if _inside(path, extra)]:
+        now = _inside(path, extra)
+        was = "a tensor" if entries[path].step is not None else repr(entries[path].constant)
+        faults.append(f"{path} was {was} when the model was traced; now it holds {', '.join(now)}: {_retrace(path)}")
+        missing, extra = _others(missing, [path]), _others(extra, now)
+    faults += [f"{path} was part of the example inputs and is missing" for path in missing]
+    faults += [
+        f"{path} was not part of the example inputs: call pipeline() with an example that has it" for path in extra
     ]
-    return sorted(missing) + sorted(extra)
+    return faults
+
+
+def _inside(path: str, others: Sequence[str]) -> list[str]:
+    """Those that lead into the value at a path."""
+    return [other for other in others if other.startswith((f"{path}[", f"{path}."))]
+
+
+def _others(paths: Sequence[str], without: Sequence[str]) -> list[str]:
+    return [path for path in paths if path not in without]
+
+
+def _retrace(path: str) -> str:
+    return f"call pipeline() with an example in which {path} is like this"
 
 
 def _leaf_faults(entry: TracedInput, value: Any, fixed: Sequence[FixedDim]) -> list[str]:
-    retrace = f"call pipeline() with an example in which {entry.path} is like this"
+    retrace = _retrace(entry.path)
     if entry.step is None:
         if _same_value(entry.constant, value):
             return []

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import nn
 
-from ..errors import PipeError
+from ..errors import InputError, PipeError
 from .explain import Explanation, explain
 from .inputs import bind_inputs
 from .show import describe, readable
@@ -120,7 +120,7 @@ class Pipe:
     def get_stage_module(self, stage_index: int) -> nn.Module:
         """The module of one stage: the model's own hierarchy and names, with what this stage needs."""
         if not isinstance(stage_index, int) or isinstance(stage_index, bool) or not 0 <= stage_index < self.num_stages:
-            raise PipeError(f"no stage {stage_index!r}: this pipe has stages 0 to {self.num_stages - 1}")
+            raise InputError(f"no stage {stage_index!r}: this pipe has stages 0 to {self.num_stages - 1}")
         return self.stages[stage_index]
 
     def info(self) -> PipeInfo:

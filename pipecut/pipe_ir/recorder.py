@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,59 +22,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from .attributes import attributes_of, is_same
 from .forgotten import watched
 from .intercept import intercepted_checkpoints, intercepted_functions
-from .layout_questions import is_about_layout
-from .structure import LEAF, Atom, map_leaves
+from .seen import NOTHING, OpenSpan, SeenNode, SeenTensor
+from .size_decisions import SizeDecisions
+from .structure import map_leaves
 from .subclass import quiet_subclass
 from .traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .user_line import user_line
 
 # Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
 _OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
-
-NOTHING = Template(LEAF, (None,))
-
-
-@dataclass(frozen=True)
-class SeenTensor(Atom):
-    """A tensor as the tracer knows it: the graph node that stands for it at that moment."""
-
-    node: Node
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class SeenNode:
-    """A graph node as it was when the traced run ended; torch.export goes on to rewrite the node itself."""
-
-    node: Node
-    op: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    value: Any
-    stack_trace: str
-
-    @classmethod
-    def of(cls, node: Node) -> SeenNode:
-        value, stack_trace = node.meta.get("val"), node.meta.get("stack_trace") or ""
-        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace)
-
-
-@dataclass
-class OpenSpan:
-    """A span while the code inside it still runs. Positions are numbers of graph nodes made so far."""
-
-    kind: SpanKind
-    path: str
-    nth_call: int
-    begin: int
-    args: Template
-    options: dict[str, Any] = field(default_factory=dict)
-    end: int = -1
-    result: Template = NOTHING
-    children: list[OpenSpan] = field(default_factory=list)
-    buffers_before: dict[str, Any] = field(default_factory=dict)
-    assigned_buffers: dict[str, SeenTensor] = field(default_factory=dict)
 
 
 class Recorder:
@@ -92,11 +46,7 @@ class Recorder:
         self.nodes: list[SeenNode] = []
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
-        self.shape_env: Any = None
-        self.decisions: dict[tuple[Any, Any], dict[int, OpenSpan]] = {}
-        self.decision_lines: dict[tuple[Any, Any, int], str] = {}
-        self.input_sizes: list[tuple[Any, ...]] = []
-        self.replaced: dict[Any, tuple[Any, str]] = {}
+        self.decisions = SizeDecisions()
         self.mode_readers: set[str] = set()
         self.forgotten: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
@@ -120,41 +70,11 @@ class Recorder:
         mode = get_proxy_mode()
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
-        self._listen_to_decisions(tensors)
+        self.decisions.listen(tensors, self._stack)
         self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
         self.inputs = [self._see_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
-
-    def _listen_to_decisions(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Note what is decided about symbolic sizes, and in which call, also where torch knows the answer by now."""
-        self.shape_env = next((tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode")), None)
-        if self.shape_env is None:
-            return
-        self.input_sizes = [tuple(_expression(size) for size in tensor.shape) for tensor in tensors]
-        decide, replacements = self.shape_env.evaluate_sym_node, self.shape_env.replacements
-
-        def decide_and_note(node: Any, *args: Any, **kwargs: Any) -> Any:
-            expr, known = node.expr, len(replacements)
-            answer = decide(node, *args, **kwargs)
-            for symbol in itertools.islice(replacements, known, None):
-                self.replaced[symbol] = (replacements[symbol], user_line())
-            if self._stack and kwargs.get("fallback_value") is None and getattr(expr, "free_symbols", None):
-                self._note_decision(expr, answer, self._stack[-1])
-            return answer
-
-        self.shape_env.evaluate_sym_node = decide_and_note
-
-    @property
-    def replacements(self) -> dict[Any, Any]:
-        """What torch has found symbolic sizes to be."""
-        return {} if self.shape_env is None else dict(self.shape_env.replacements)
-
-    def _note_decision(self, expr: Any, answer: Any, span: OpenSpan) -> None:
-        spans = self.decisions.get((expr, answer), {})
-        if id(span) not in spans and not is_about_layout(expr, answer):
-            self.decisions[expr, answer] = {**spans, id(span): span}
-            self.decision_lines[expr, answer, id(span)] = user_line()
 
     def note_output(self, output: Any) -> None:
         """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
@@ -315,10 +235,6 @@ class Recorder:
         span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
         yield
         self._end(span, None)
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from .effects import operator_name
-from .recorder import SeenNode
+from .seen import SeenNode
 
 Hints = Mapping[sympy.Symbol, int]
 

@@ -1,4 +1,4 @@
-"""The line of the model's code that is running, for messages."""
+"""The line of the model's code that is running, or has made a node, for messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _LAYERS = str(Path(torch.__file__).parent / "nn" / "modules")
 _OWN = str(Path(__file__).parent.parent)
+_TRACING = str(Path(__file__).parent)
 _START = str(Path(__file__).parent / "trace.py")
 
 
@@ -27,6 +28,14 @@ def user_line() -> str:
             layer = _text(frame)
         frame = frame.f_back
     return layer
+
+
+def line_of(stack_trace: str) -> str:
+    """The user's line, from the last frame of a stack trace that is a text."""
+    lines = stack_trace.strip().splitlines()
+    frames = [(place.strip(), code.strip()) for place, code in zip(lines, lines[1:], strict=False) if "File " in place]
+    own = [f"{place}: {code}" for place, code in frames if _TRACING not in place]
+    return own[-1] if own else ""
 
 
 def _text(frame: FrameType) -> str:

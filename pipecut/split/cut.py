@@ -21,6 +21,7 @@ from .partition import partition
 from .points import SplitPlan
 from .program import Piece, WholeCall, used_by_items, walk
 from .recompute import recompute
+from .references import plain_references
 from .state import assign_state, find_ties, module_aliases, unused_parameters
 from .unflatten import build_stage_module
 
@@ -49,8 +50,10 @@ def cut_model(
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
     ]
+    references = plain_references(traced.model)
     modules = tuple(
-        build_stage_module(traced.model, index, holdings[index], functions[index]) for index in range(len(programs))
+        build_stage_module(traced, index, holdings[index], functions[index], references)
+        for index in range(len(programs))
     )
     bounds = [traced.root.begin, *plan.ticks, traced.root.end + 1]
     return Pipe(

@@ -7,16 +7,16 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 
-from ..errors import PipeError
 from ..pipe_ir.traced import HERE, Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
 from .decisions import require_shape
 from .expressions import Expressions, Naming, is_plain_name
+from .mode_blocks import manager, one_level_in
 from .modes import Modes, require_mode
 from .program import (
     BufferUpdate,
@@ -31,6 +31,7 @@ from .program import (
     used_by_items,
     walk,
 )
+from .result_checks import require_items, require_same
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,13 @@ class _Writer:
 
     def _in_modes(self, pairs: Iterable[tuple[Item, set[Key]]], base: Context) -> None:
         """Write items into `with` blocks where their modes differ from those around."""
-        for context, group in itertools.groupby(pairs, key=lambda pair: _one_level_in(pair[0].context, base)):
+        for context, group in itertools.groupby(pairs, key=lambda pair: one_level_in(pair[0].context, base)):
             if context == base:
                 for item, needed in group:
                     _WRITE[type(item)](self, item, needed)
                     self._forget(item, needed)
                 continue
-            with self._block(f"with {_manager(context, base)}:"):
+            with self._block(f"with {manager(context, base)}:"):
                 self._in_modes(group, context)
 
     def _forget(self, item: Item, needed: set[Key]) -> None:
@@ -249,21 +250,6 @@ _WRITE: dict[type, Callable[[_Writer, Any, set[Key]], None]] = {
 }
 
 
-def _one_level_in(context: Context, base: Context) -> Context:
-    """The modes one `with` block further in on the way from `base` to `context`."""
-    depth = len(base.autocast)
-    if len(context.autocast) > depth:
-        return replace(base, autocast=context.autocast[: depth + 1])
-    return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
-
-
-def _manager(context: Context, base: Context) -> str:
-    if context.grad != base.grad:
-        return f"torch.set_grad_enabled({context.grad})"
-    entered = context.autocast[-1]
-    return f"torch.autocast({entered.device_type!r}, {entered.dtype}, {entered.enabled})"
-
-
 def _needed_after(items: Sequence[Item], wanted: set[Key]) -> list[set[Key]]:
     """For each item, the values that are still needed once it has run."""
     needed = set(wanted)
@@ -278,30 +264,3 @@ def _paths_with_several_forwards(program: Piece) -> frozenset[str]:
     """Modules of which more than one piece runs in this stage."""
     pieces = collections.Counter(item.path for item in walk(program.items) if isinstance(item, Piece))
     return frozenset(path for path, count in pieces.items() if count > 1)
-
-
-def require_items(
-    result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, tensors: tuple[int, ...], label: str
-) -> Any:
-    """Called by generated code: a module must return what it returned when it was traced."""
-    if type(result) is kind and len(result) == count and all(result[index] is not None for index in tensors):
-        return result
-    expected = f"a {kind.__name__} of {count} with a tensor at {', '.join(map(str, tensors))}"
-    got = f"({', '.join(map(_brief, result))})" if isinstance(result, tuple | list) else _brief(result)
-    raise PipeError(
-        f"{label!r} returned {expected} when the model was traced, and now {got}; "
-        "a module that returns something else in another mode or after its hooks needs a new pipeline() call"
-    )
-
-
-def require_same(result: Any, traced: Any, label: str) -> None:
-    """Called by generated code: what a module returned besides tensors is part of the trace."""
-    if result is not traced and not (type(result) is type(traced) and result == traced):
-        raise PipeError(
-            f"{label!r} returned {traced!r} when the model was traced, and now {_brief(result)}; the code around it "
-            "was traced with that value. Return it as a tensor, or call pipeline() again in the mode that is to run"
-        )
-
-
-def _brief(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

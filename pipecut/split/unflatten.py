@@ -12,18 +12,24 @@ from torch import nn
 from ..errors import PipeError
 from ..pipe_ir.clone import clone
 from ..pipe_ir.subclass import quiet_subclass
+from ..pipe_ir.traced import TracedModel
 from .containers import allow_gaps
 from .emit import Function
+from .references import References, referred_to, refuse_changing
 from .state import Holdings
 
 _file_numbers = itertools.count()
 
 
-def build_stage_module(model: nn.Module, index: int, holdings: Holdings, functions: Sequence[Function]) -> nn.Module:
+def build_stage_module(
+    traced: TracedModel, index: int, holdings: Holdings, functions: Sequence[Function], references: References
+) -> nn.Module:
     """A module tree over the model's own tensors that holds and runs what one stage needs."""
+    model = traced.model
     present = _present(model, holdings)
     absent = [module for module in model.modules() if module not in present]
-    stage = clone(model, absent)
+    refuse_changing(model, index, present, references, traced.assigned_attributes)
+    stage = clone(model, absent, emptied=referred_to(model, present, references))
     whole = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
     kept: dict[nn.Module, set[str]] = {}
     for name in holdings.tensors:
