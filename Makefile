@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 ARGS ?=
+# Test processes; each holds ranks of its own besides. WORKERS=0 runs all in one, as a debugger needs it.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench coverage clean
@@ -19,7 +21,7 @@ demo: $(STAMP) ## run the demo
 # Many ranks share the cores of one machine: a thread pool in each of them would only fight over them.
 test: export OMP_NUM_THREADS = 1
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff on everything, mypy on the package
 	$(BIN)/python -m ruff check .
