@@ -43,23 +43,23 @@ def main() -> int:
 
 def train(console: Console, options: argparse.Namespace) -> list[Check]:
     """Train on local ranks and uncut, side by side; print the plan, write the timeline."""
-    config = GPTConfig(layers=options.layers, width=64, tied_embeddings=True)
+    config = GPTConfig(layers=options.layers, width=128, tied_embeddings=True)
     folder = Path("out")
     folder.mkdir(exist_ok=True)
     with _progress(console) as progress:
         progress.add_task("measuring the parts of a GPT, searching a cut and a schedule")
-        planned = plan_training(config, options.stages, BATCH // options.microbatches, str(folder / "plan.json"))
+        planned = plan_training(config, options.ranks, BATCH // options.microbatches, str(folder / "plan.json"))
     console.print(str(planned), highlight=False, markup=False)
     plan = planned.schedule_plan
     console.print(plan.grid(width=118), highlight=False, markup=False)
     uncut = train_uncut(config, options.steps, console)
-    runs = train_on_ranks(config, options.stages, options.steps, str(folder / "plan.json"))
+    runs = train_on_ranks(config, options.ranks, options.steps, str(folder / "plan.json"))
     executed = executed_timeline(runs)
     draw(planned, executed, str(folder / "timeline.svg"))
     console.print(str(compare(planned, executed)), highlight=False, markup=False)
     cores = os.cpu_count() or 1
     if cores < plan.ranks:
-        console.print(f"({plan.ranks} ranks share {cores} cores here: no step can be as short as predicted)")
+        console.print(f"({plan.ranks} ranks share {cores} cores here: one that waits leaves its core to another)")
     console.print(f"\nThe last step, predicted and executed: {folder / 'timeline.svg'}\n", highlight=False)
     worst_loss = max(abs(mine - theirs) for run in runs for mine, theirs in zip(run.losses, uncut.losses, strict=True))
     name, difference = worst_parameter(runs, uncut)
@@ -91,7 +91,9 @@ def _progress(console: Console) -> Progress:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="how many stages, and ranks (default: %(default)s)")
+    parser.add_argument("--stages", type=int, default=4, help="how many stages to cut into (default: %(default)s)")
+    ranks = max(2, min(4, os.cpu_count() or 1))
+    parser.add_argument("--ranks", type=int, default=ranks, help="how many ranks train (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="how many steps to train (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="of each step (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="how many layers the GPT has (default: %(default)s)")

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipecut import TrainingPlan, launch, plan
 from pipecut.schedule import Span, Timeline, render
 
-BATCH, LEARNING_RATE = 16, 1e-2
+BATCH, LEARNING_RATE = 32, 1e-2
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,22 @@ def train_uncut(config: GPTConfig, steps: int, console: Console) -> Run:
 
 def plan_training(config: GPTConfig, ranks: int, microbatch: int, path: str) -> TrainingPlan:
     """Search cut and schedule together for the costs of this machine, and save what was found."""
-    example = random_tokens(config, microbatch)
-    found = plan(fresh_model(config), example, ranks=ranks, batch=BATCH, microbatch=microbatch, cost="measured")
+    found: TrainingPlan = launch(plan_rank, ranks, config, microbatch, timeout=600)[0]
     found.save(path)
     return found
+
+
+def plan_rank(config: GPTConfig, microbatch: int) -> TrainingPlan:
+    """What each rank does: all measure at the same time, as all will compute at the same time."""
+    return plan(
+        fresh_model(config),
+        random_tokens(config, microbatch),
+        ranks=dist.get_world_size(),
+        batch=BATCH,
+        microbatch=microbatch,
+        cost="measured",
+        group=dist.group.WORLD,
+    )
 
 
 def train_on_ranks(config: GPTConfig, ranks: int, steps: int, path: str) -> list[Run]:
