@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.gpt import GPT, GPTConfig, next_token_loss, random_tokens
-from pipecut import Pipe, PlannedSchedule, get_schedule_class, pipe_split, pipeline
+from pipecut import Pipe, PlannedSchedule, TensorChunkSpec, get_schedule_class, pipe_split, pipeline
 from pipecut.schedule import Plan, plan_for
 from tests.nested_values import tensors_in
 from tests.schedule_run.beside_uncut import (
@@ -195,7 +195,10 @@ def test_targets_with_structure() -> None:
 
     target = Labels(problem.target.flatten(), {"each": doubles(5), "all": doubles()}, power=2)
     problem = Problem(problem.model, problem.args, target, loss_fn)
-    schedule = get_schedule_class("ZB-H1")(stages_of_chain(problem.model), 3, loss_fn)  # type: ignore[arg-type]
+    spec = {"rows": TensorChunkSpec(0)}
+    schedule = get_schedule_class("ZB-H1")(  # type: ignore[arg-type]
+        stages_of_chain(problem.model), 3, loss_fn, target_chunk_spec=spec
+    )
     assert_trains_as_uncut(schedule, problem)
 
 

@@ -27,7 +27,13 @@ class Batch:
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
+    is_open: bool = False  # whether it is still to be seen, from the model's output, if this is training
     loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it
+
+    def has_no_loss(self) -> None:
+        """The output of the model has none: this is no training, unless that is settled."""
+        if self.is_open:
+            self.training = False
 
     @property
     def loss_weights(self) -> Sequence[float]:

@@ -14,6 +14,7 @@ from ..plan import Plan
 from .batch import Batch
 from .calls import Calls, cut_by_hand, cut_traced
 from .connection import Connection
+from .examples import check_given
 from .header import EVAL, STEP
 from .keywords import refuse_unknown
 from .objective import Objective
@@ -95,7 +96,11 @@ class BatchMaker:
             )
         if self.info is not None:
             return cut_traced(self.info.call, given.args, given.kwargs, self.microbatches, self.specs)
-        return cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
+        calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
+        first = next(stage for stage in self.stages if stage.is_first)
+        first.validate_tensors("input_args", first.input_args, calls.args[0], in_part=bool(calls.kwargs[0]))
+        check_given(first, calls.args[0], calls.kwargs[0], calls.dims)
+        return calls
 
     def _share(self, training: bool, calls: Calls | None) -> _Shared:
         """Tell all ranks what kind of step it is, and of its microbatches a row of numbers each."""

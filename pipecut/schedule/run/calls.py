@@ -28,7 +28,12 @@ class Calls:
     sizes: list[tuple[int, ...]]
     roots: list[Mapping[int, Tensor]]
     cut: bool = True  # whether anything was cut, or everything goes to all microbatches
-    samples_first: bool = True  # whether all that was cut has its samples in dim 0
+    dims: tuple[int | None, ...] = ()  # along which the leaves were cut, those of `args` first
+
+    @property
+    def samples_first(self) -> bool:
+        """Whether all that was cut has its samples in dim 0."""
+        return all(dim in (None, 0) for dim in self.dims)
 
 
 def cut_traced(
@@ -46,9 +51,7 @@ def cut_traced(
     for root in roots:
         known = sizes_of(call.dims, root)
         sizes.append(tuple(known[str(symbol)] for symbol in symbols))
-    return Calls(
-        made.args, made.kwargs, _samples(made, chunks), sizes, roots, made.sizes is not None, _samples_first(made)
-    )
+    return Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made.sizes is not None, made.dims)
 
 
 def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> Calls:
@@ -57,17 +60,11 @@ def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, s
     sizes: list[tuple[int, ...]] = [
         (_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)
     ]
-    return Calls(
-        made.args, made.kwargs, _samples(made, chunks), sizes, [], made.sizes is not None, _samples_first(made)
-    )
+    return Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made.sizes is not None, made.dims)
 
 
 def _samples(made: Microbatches, chunks: int) -> list[int]:
     return [1] * chunks if made.sizes is None else list(made.sizes)
-
-
-def _samples_first(made: Microbatches) -> bool:
-    return all(dim in (None, 0) for dim in made.dims)
 
 
 def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -15,14 +15,18 @@ from ..timeline import Span
 from ..walk import Walk
 from .batch import Batch
 from .executor import Executor, Handler, finish_together
-from .failure import BEGIN, END, Alarm, Failure, StepError, describe
+from .failure import BEGIN, END, Alarm, Failure, StepError, describe, step_error
 from .in_process import PostOffice
+from .opening import opening_of, settle, without_backwards
 from .transport import Meta
 
 # Receives posted before their turn, as long as they are small. Each wakes a thread of the sender; many wake it once.
 AHEAD = 32
 BYTES_AHEAD = 32 * 1024 * 1024
 AHEAD_AT_LEAST = 2
+
+
+Placed = tuple[int, Action]  # a rank, and what it does
 
 
 class Runner(Protocol):
@@ -56,9 +60,10 @@ class RankRunner:
         self.alarm = alarm
         self.rank = executor.transport.rank
         self.row = [action for action in plan.actions[self.rank] if action is not None]
-        self.receives = [action for action in self.row if action.op in RECEIVES]
+        self.opening = opening_of(plan)
         self.spans: list[Span] = []
         self.tracing = False
+        self._action: Action | None = None  # that is being done
 
     def run(self, batches: Mapping[int, Batch]) -> None:
         executor = self.executor
@@ -66,34 +71,50 @@ class RankRunner:
             executor.begin(batches[self.rank])
         except Exception as error:
             raise self._failed(None, error, BEGIN) from error
-        action: Action | None = None
-        handlers = executor.handlers
-        watched = is_watched(self)
-        ahead = _PostedAhead(executor, self.receives)
         self.spans = []
+        self._action = None
         try:
-            for action in self.row:
-                ahead.post()
-                handler = ahead.reached if action.op in RECEIVES else handlers[action.op]
-                if watched:
-                    if action.is_compute:  # so that its time has no waiting in it
-                        executor.mail.wait_for(action)
-                    self.spans.append(perform_watched(self.rank, action, handler))
-                else:
-                    handler(action)
-            action = None
+            self._do(self._settled() if executor.batch.is_open else self.row)
             executor.finish()
             executor.transport.finish()
         except Exception as error:
-            raise self._failed(action, error) from error
+            raise self._failed(self._action, error) from error
         finally:
             executor.clear()
+
+    def _settled(self) -> list[Action]:
+        """Do the opening, find out whether this is training, and return what is left to be done."""
+        assert self.opening is not None  # a batch is open for plans that have one
+        executor, last = self.executor, self.opening.last_rank
+        self._do([action for action in self.row if self.opening.includes(action)])
+        rest = [action for action in self.row if not self.opening.includes(action)]
+        known = [int(executor.batch.training)] if self.rank == last else None
+        trains = executor.transport.share(last, known, 1) == [1]
+        settle(executor, trains=trains)
+        return rest if trains else without_backwards(rest)
+
+    def _do(self, row: Sequence[Action]) -> None:
+        executor = self.executor
+        handlers = executor.handlers
+        watched = is_watched(self)
+        ahead = _PostedAhead(executor, [action for action in row if action.op in RECEIVES])
+        for action in row:
+            self._action = action
+            ahead.post()
+            handler = ahead.reached if action.op in RECEIVES else handlers[action.op]
+            if watched:
+                if action.is_compute:  # so that its time has no waiting in it
+                    executor.mail.wait_for(action)
+                self.spans.append(perform_watched(self.rank, action, handler))
+            else:
+                handler(action)
+        self._action = None
 
     def _failed(self, action: Action | None, error: Exception, where: str = END) -> StepError:
         failure = failure_of(self.executor, action, error, where)
         if self.alarm is None:
-            return StepError(f"the step failed: {failure}")
-        return self.alarm.raise_on_all(failure)
+            return step_error(str(failure), error)
+        return self.alarm.raise_on_all(failure, error)
 
 
 class _PostedAhead:
@@ -141,7 +162,7 @@ def failure_of(executor: Executor, action: Action | None, error: Exception, wher
     place = executor.part or action
     stage = None if place is None else executor.stages.get(place.stage)
     failure = describe(executor.transport.rank, place, None if stage is None else stage.submod, error, where)
-    if executor.in_loss_fn:
+    if executor.ending.in_loss_fn:
         return replace(failure, where=f"{failure.where}, in loss_fn")
     if executor.inputs is not None and failure.lost is None:
         called = ", ".join(str(Meta.of(value)) for value in executor.inputs if isinstance(value, torch.Tensor))
@@ -156,28 +177,45 @@ class LocalRunner:
         self.executors = executors
         self.plan = plan
         self.office = office
+        self.opening = opening_of(plan)
         self.order = [(rank, action) for rank, action in Walk(plan)]
         self.spans: list[Span] = []
         self.tracing = False
+        self._place: tuple[int, Action | None] = (0, None)  # the rank and the action that is being done
 
     def run(self, batches: Mapping[int, Batch]) -> None:
         for rank, executor in enumerate(self.executors):
             executor.begin(batches[rank])
         self.spans = []
-        watched = is_watched(self)
-        rank, action = 0, None
+        self._place = (0, None)
         try:
-            for rank, action in self.order:
-                handler = self.executors[rank].handlers[action.op]
-                if watched:
-                    self.spans.append(perform_watched(rank, action, handler))
-                else:
-                    handler(action)
-            action = None
+            self._do(self._settled() if batches[0].is_open else self.order)
             finish_together(self.executors)
         except Exception as error:
-            raise StepError(f"the step failed: {failure_of(self.executors[rank], action, error)}") from error
+            rank, action = self._place
+            raise step_error(str(failure_of(self.executors[rank], action, error)), error) from error
         finally:
             for executor in self.executors:
                 executor.clear()
             self.office.clear()
+
+    def _settled(self) -> list[Placed]:
+        """Do the opening, find out whether this is training, and return what is left to be done."""
+        assert self.opening is not None  # a batch is open for plans that have one
+        self._do([(rank, action) for rank, action in self.order if self.opening.includes(action)])
+        rest = [(rank, action) for rank, action in self.order if not self.opening.includes(action)]
+        trains = self.executors[self.opening.last_rank].batch.training
+        for executor in self.executors:
+            settle(executor, trains=trains)
+        return rest if trains else [(rank, leaf) for rank, action in rest for leaf in without_backwards([action])]
+
+    def _do(self, order: Sequence[Placed]) -> None:
+        watched = is_watched(self)
+        for rank, action in order:
+            self._place = (rank, action)
+            handler = self.executors[rank].handlers[action.op]
+            if watched:
+                self.spans.append(perform_watched(rank, action, handler))
+            else:
+                handler(action)
+        self._place = (self._place[0], None)
