@@ -14,11 +14,11 @@ class TraceError(PipeError):
     """The model could not be traced."""
 
 
-class SplitError(PipeError):
+class SplitError(PipeError, ValueError):
     """The model cannot be cut at the places that were asked for."""
 
 
-class InputError(PipeError):
+class InputError(PipeError, ValueError):
     """A call's arguments do not fit the model, or the trace of it."""
 
 

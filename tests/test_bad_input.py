@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -376,6 +377,31 @@ def test_another_structure_of_an_argument_names_what_is_missing_and_what_is_new(
         pipe({"y": X})
     assert "batch['x'] was part of the example inputs and is missing" in str(error.value)
     assert "batch['y'] was not part of the example inputs" in str(error.value)
+
+
+class Optional(nn.Module):
+    """Takes a dict that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, options: dict[str, Any] | None = None) -> torch.Tensor:
+        x = self.b(self.a(x))
+        return x * options["scale"] if options else x
+
+
+def test_a_nested_argument_in_the_place_of_a_plain_one_and_the_other_way_round() -> None:
+    at = {"b": SplitPoint.BEGINNING}
+    again = r"call pipeline\(\) with an example in which options is like this$"
+    with_options = pipeline(Optional(), (X, {"scale": 2.0, "more": 1}), split_spec=at)
+    text = rf"options held options\['more'\], options\['scale'\] when the model was traced; got None: {again}"
+    with pytest.raises(PipeError, match=text):
+        with_options(X)
+    without = pipeline(Optional(), (X,), split_spec=at)
+    text = rf"options was None when the model was traced; now it holds options\['scale'\]: {again}"
+    with pytest.raises(PipeError, match=text):
+        without(X, {"scale": 2.0})
 
 
 def test_a_forward_that_does_other_things_in_the_other_mode_says_so() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import api
+from ..errors import InputError
 from ..pipe import Pipe as OwnPipe
 from ..pipe_ir.marker import pipe_split
 from ..pipe_ir.pipe import PipeInfo as PipeInfo
 from ..split import SplitPoint, SplitPolicy
+from ..stage.replaced_attributes import ReplacedAttributes
 from . import _backward, _unflatten
 from . import stage as _stage
 from .replaced import replaced
@@ -23,8 +26,13 @@ __all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
 PP_SUBMOD_PREFIX = "submod_pp"
 
 
-class Pipe(OwnPipe):
+class Pipe(OwnPipe, ReplacedAttributes):
     """A cut model whose call returns a tuple, and takes what was traced by keyword by position too."""
+
+    _replaced = dict.fromkeys(
+        ("split_gm", "executor", "named_modules", "modules", "named_children", "children", "apply"),
+        "a Pipe is no nn.Module; its stages are: see pipe.stages and pipe.get_stage_module()",
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters = self.traced.call.signature.parameters.values()
@@ -42,6 +50,43 @@ class Pipe(OwnPipe):
         """Print the code that was generated for each stage."""
         super().print_readable()
 
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all stages by the model's names, without the peer's `split_gm.submod_pp_0.` before them."""
+        yield from _once(prefix, (pair for stage in self.stages for pair in stage.named_parameters(recurse=recurse)))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of all stages."""
+        yield from (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of all stages, by the model's names."""
+        yield from _once(prefix, (pair for stage in self.stages for pair in stage.named_buffers(recurse=recurse)))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The buffers of all stages."""
+        yield from (buffer for _, buffer in self.named_buffers(recurse=recurse))
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """What the stages hold, by the model's names: as the state dict of the model."""
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            found |= stage.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """Give the stages the values of a state dict of the model."""
+        known = set(self.state_dict())
+        odd = sorted(known ^ set(state_dict))
+        if strict and odd:
+            raise InputError(
+                f"the state dict and the model differ in {', '.join(odd[:5])}"
+                f"{f' and {len(odd) - 5} more' if len(odd) > 5 else ''}: give the model's own names, or strict=False"
+            )
+        for stage in self.stages:
+            stage.load_state_dict(
+                {name: value for name, value in state_dict.items() if name in known}, strict=False, assign=assign
+            )
+
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The module of one stage."""
         return super().get_stage_module(stage_idx)
@@ -55,6 +100,18 @@ class Pipe(OwnPipe):
     ) -> Pipe:
         """The model, cut at its marks or where a policy puts them."""
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
+
+
+T = TypeVar("T")
+
+
+def _once(prefix: str, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """What several stages hold, only once."""
+    seen: set[int] = set()
+    for name, value in pairs:
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield f"{prefix}.{name}" if prefix else name, value
 
 
 def pipeline(

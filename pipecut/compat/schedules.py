@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ BACKWARD_WEIGHT = W = Op.BACKWARD_WEIGHT
 FULL_BACKWARD = B = Op.FULL_BACKWARD
 OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD = Op.OVERLAP_F_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD
 SEND_F, RECV_F, SEND_B, RECV_B = Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B
+_action_regex = re.compile(rf"(\d+)({'|'.join(op.value for op in Op if op is not Op.OVERLAP_F_B)})(\d*)")
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
 _PipelineSchedule = PipelineSchedule

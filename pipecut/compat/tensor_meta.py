@@ -11,15 +11,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import PipeError
 from ..stage.microbatch.distributed_tensor import is_distributed
+from ..stage.peer_surface import StageMetadataError
 
 MeshKey: TypeAlias = tuple[Any, Any]
 Strides: TypeAlias = tuple[int, ...]
 
 
-class PipeliningMetadataError(PipeError, RuntimeError):
-    """Tensors are not what was said of them."""
+PipeliningMetadataError = StageMetadataError
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PipeError
+from ..pipe_ir.structure import flatten
+from .replaced_attributes import ReplacedAttributes
 
 if TYPE_CHECKING:
     from .stage import Flight, PipelineStage
@@ -36,14 +38,29 @@ class Driver(Protocol):
         """Run the rest of a backward."""
 
 
-class OneChunkCalls:
+class StageMetadataError(PipeError, RuntimeError):
+    """Tensors are not what was said of them."""
+
+
+_TRANSFERS = "what is sent and received is the work of the schedule's executor"
+_SHAPES = "shapes follow from the sizes of each step"
+_REPLACED = {
+    **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _TRANSFERS),
+    **dict.fromkeys(("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"), _TRANSFERS),
+    **dict.fromkeys(("_stage_meta", "inputs_meta", "get_outputs_meta", "_configure_outputs_meta"), _SHAPES),
+    "backward_state": "what a backward has left is in stage.flights[microbatch].pending",
+}
+
+
+class OneChunkCalls(ReplacedAttributes):
     """The methods and attributes of a stage under the peer's names; a chunk is a microbatch."""
 
     flights: dict[int, Flight]
     group: dist.ProcessGroup | None
     driver: Driver | None = None  # while a step runs
     has_backward = False
-    _runtime_validate = True  # what goes in and comes out is always checked
+    _runtime_validate = False  # True: the number of samples has to be that of input_args too; the rest always is
+    _replaced = _REPLACED
 
     def _begin_calls(self) -> None:
         self.output_chunks: list[Any] = []
@@ -51,6 +68,8 @@ class OneChunkCalls:
         self._local_gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._given_back: dict[int, tuple[Tensor | None, ...]] = {}
         own = cast("PipelineStage", self)
+        self.chunks: int | None = None  # microbatches of the last step
+        self.log_prefix = f"[Stage {own.stage_index}]"
         self.stage_index_to_group_rank = {index: index % self.group_size for index in range(own.num_stages)}
 
     @property
@@ -85,6 +104,31 @@ class OneChunkCalls:
     def fwd_cache(self) -> Mapping[int, Flight]:
         """The microbatches in flight; none after a step."""
         return self.flights
+
+    @property
+    def bwd_cache(self) -> Mapping[int, tuple[Tensor | None, ...]]:
+        """The gradients of inputs that nobody has fetched yet, by microbatch; none in a step of a schedule."""
+        return self._given_back
+
+    @property
+    def dw_runner(self) -> Mapping[int, Any]:
+        """What computes the weights' gradients of microbatches, of those whose backward was for the inputs only."""
+        return {number: flight.pending for number, flight in self.flights.items() if flight.pending is not None}
+
+    def validate_tensors(self, what: str, declared: Any, got: Any, *, in_part: bool = False) -> None:
+        """If `_runtime_validate` was set, tensors have all sizes, and the dtypes, of those that were declared.
+
+        With `in_part` the last of them may be elsewhere, passed by keyword.
+        """
+        if not self._runtime_validate or declared is None:
+            return
+        expected, found = _described(declared), _described(got)
+        if found != (expected[: len(found)] if in_part else expected):
+            raise StageMetadataError(
+                f"stage {cast('PipelineStage', self).stage_index} was made with {what} {', '.join(expected)}, and has "
+                f"{', '.join(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
+                "passed, or leave it False, with which the number of samples may be another"
+            )
 
     def forward_one_chunk(
         self,
@@ -213,6 +257,12 @@ def returned(stage: PipelineStage, flight: Flight) -> Any:
     if stage.is_last:
         return flight.result
     return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)
+
+
+def _described(values: Any) -> list[str]:
+    leaves, _ = flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:

@@ -14,6 +14,7 @@ from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .materialization import check_has_memory
+from .microbatch.distributed_tensor import is_distributed
 from .peer_surface import OneChunkCalls
 from .ports import Ports, ports_of
 from .replica import Replica, replica_of
@@ -99,8 +100,10 @@ class PipelineStage(OneChunkCalls):
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch, whose tensors are cut off from the stages before."""
         inputs = list(args)
+        self.validate_tensors("input_args", self.input_args, inputs, in_part=bool(kwargs))
         with torch.set_grad_enabled(training), self.replica.forward():
             result = self._written_inputs.call(self.submod, inputs, kwargs)
+        self.validate_tensors("output_args", self.output_args, result)
         flight = Flight(inputs, [] if self.is_last else self._outputs_of(result), result if self.is_last else None)
         if training:
             self.flights[microbatch] = flight
@@ -115,6 +118,12 @@ class PipelineStage(OneChunkCalls):
                 raise PipeError(
                     f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
                     "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
+                )
+            if is_distributed(output):
+                raise PipeError(
+                    f"stage {self.stage_index} returned a DTensor as output {place}, and only plain tensors are sent "
+                    "to the next stage: end the stage with use_local_output=True or to_local(), and begin the next one "
+                    "with PrepareModuleInput or DTensor.from_local()"
                 )
         self._check_outputs(outputs)
         return outputs

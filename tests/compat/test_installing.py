@@ -13,6 +13,7 @@ import pytest
 import torch.distributed
 
 from pipecut.compat.installing import MODULES, PEER, install, uninstall
+from tests.distributed.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
@@ -74,6 +75,50 @@ def test_scripts_and_modules_run_that_way(environment: None, tmp_path: Path) -> 
     assert run("-m", "pipecut.compat", "-m", "script", "a", "--b") == wanted
     done = subprocess.run([sys.executable, "-m", "pipecut.compat"], capture_output=True, text=True, cwd=ROOT)
     assert "usage: python -m pipecut.compat [-m module | script.py]" in done.stderr
+
+
+SPAWNS = """
+import sys
+import torch
+import torch.multiprocessing as mp
+
+
+def rank_of(rank, port):
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    x = torch.ones(4, 4)
+    losses = []
+    schedule = ScheduleGPipe(PipelineStage(layers[rank], rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
+    schedule.step(*((x,) if rank == 0 else ()), target=x, losses=losses)
+    layers[rank].zero_grad()
+    wanted = nn.functional.mse_loss(nn.Sequential(*layers)(x), x)
+    assert rank == 0 or abs(sum(losses) / 2 - wanted) < 1e-6
+    if rank == 1:
+        print(type(schedule).__module__, len(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import pipecut.compat
+
+    pipecut.compat.install()
+    mp.start_processes(rank_of, (int(sys.argv[2]),), nprocs=2, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "fork"))]
+)
+def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_path: Path, method: str) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(SPAWNS)
+    assert run(str(script), method, str(free_port())) == "pipecut.schedule.run.schedules 2"
 
 
 @pytest.mark.peer

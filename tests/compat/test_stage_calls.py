@@ -70,7 +70,7 @@ def test_calls_out_of_order_are_assertion_errors() -> None:
 
 def test_attributes_of_a_stage() -> None:
     _, (first, _) = two_stages()
-    assert (first.group_rank, first.group_size, first.has_backward, first._runtime_validate) == (0, 1, False, True)
+    assert (first.group_rank, first.group_size, first.has_backward, first._runtime_validate) == (0, 1, False, False)
     first._has_backward = True
     assert first.has_backward
     assert first.stage_index_to_group_rank == {0: 0, 1: 0}

@@ -148,8 +148,10 @@ def test_a_schedule_is_made_of_stages_that_only_say_where_they_are(name: str) ->
 
 def test_v_schedules_refuse_other_numbers() -> None:
     for name in ("ZBVZeroBubble", "DualPipeV"):
-        with pytest.raises(ValueError, match="chunks=3 does not fit"):
-            schedules.get_schedule_class(name)([Mock(6), Mock(6), Mock(6)], 8)  # type: ignore[arg-type]
+        for count, total in ((1, 4), (3, 6)):
+            with pytest.raises(ValueError, match=f"Schedule{name} has exactly 2 stages on each rank.*got {count} of"):
+                schedules.get_schedule_class(name)([Mock(total)] * count, 8)  # type: ignore[arg-type]
+        schedules.get_schedule_class(name)([Mock(), Mock()], 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="microbatch"):
         schedules.ScheduleDualPipeV([Mock(), Mock()], 1)
 
@@ -194,10 +196,8 @@ def test_the_order_may_be_set_anew() -> None:
         assert [repr(action) for action in schedule.pipeline_order[0]] == order.split("|")[0].split()
 
 
-def test_a_custom_function_written_for_the_peer_runs() -> None:
-    stages = [PipelineStage(layer, index, 4, "cpu") for index, layer in enumerate(layers(4))]
-    schedule = schedules.ScheduleDualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, ranks=2)
-    seen = []
+def written_for_the_peer(seen: list[Any]) -> Any:
+    """A function for overlaps that waits for its inputs itself, and hands over what stays on its rank."""
 
     def overlapped(action: Any, ctx: Any) -> None:
         assert isinstance(ctx, schedules._PipelineContext)
@@ -206,25 +206,75 @@ def test_a_custom_function_written_for_the_peer_runs() -> None:
         for part in action.sub_actions:
             stage, number = by_index[part.stage_index], part.microbatch_index
             if part.computation_type == _ComputationType.FORWARD:
-                if not stage.is_first and (part.stage_index, number) in running.fwd_recv_ops:
+                if not stage.is_first and part.stage_index - 1 not in by_index:
                     _wait_batch_p2p(running.fwd_recv_ops.pop((part.stage_index, number)))
-                output = stage.forward_one_chunk(number, ctx.arg_mbs[number], ctx.kwarg_mbs[number])
+                    seen.append("waited")
+                args = ctx.arg_mbs[number] if ctx.arg_mbs else ()
+                output = stage.forward_one_chunk(number, args, ctx.kwarg_mbs[number] if ctx.kwarg_mbs else {})
                 running._maybe_compute_loss(stage, output, ctx.target_mbs, number)
-                if not stage.is_last:
+                if part.stage_index + 1 in by_index:
                     by_index[part.stage_index + 1].set_local_fwd_input(output, number)
             else:
+                if not stage.is_last and part.stage_index + 1 not in by_index:
+                    _wait_batch_p2p(running.bwd_recv_ops.pop((part.stage_index, number)))
+                    seen.append("waited")
                 loss = running._maybe_get_loss(stage, number)
                 assert (loss is not None) is stage.is_last
                 running.backward_counter[part.stage_index] += 1
                 last = running.backward_counter[part.stage_index] == running._n_microbatches
                 stage.backward_one_chunk(number, loss=loss, full_backward=True, last_backward=last)
+                if part.stage_index - 1 in by_index:
+                    below = by_index[part.stage_index - 1]
+                    below.set_local_bwd_input(stage.get_local_bwd_output(number), number)
             seen.append(part)
 
-    schedule.register_custom_function(computation_type=schedules.OVERLAP_F_B, custom_function=overlapped)
+    return overlapped
+
+
+def test_a_custom_function_written_for_the_peer_runs() -> None:
+    stages = [PipelineStage(layer, index, 4, "cpu") for index, layer in enumerate(layers(4))]
+    schedule = schedules.ScheduleDualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, ranks=2)
+    seen: list[Any] = []
+    schedule.register_custom_function(
+        computation_type=schedules.OVERLAP_F_B, custom_function=written_for_the_peer(seen)
+    )
     x, y = batch()
     schedule.step(x, target=y)
     assert seen
+    assert "waited" not in seen
     assert_as_uncut(gradients_of(stages), 4)
+
+
+def overlap_on_ranks(rank: int) -> tuple[dict[str, Tensor], list[float], int]:
+    made = layers(4)
+    stages = [PipelineStage(made[index], index, 4, "cpu") for index in ([0, 3], [1, 2])[rank]]
+    schedule = schedules.ScheduleDualPipeV(stages, 4, loss_fn=nn.functional.mse_loss)
+    seen: list[Any] = []
+    schedule.register_custom_function(schedules.OVERLAP_F_B, written_for_the_peer(seen))
+    x, y = batch()
+    losses: list[Tensor] = []
+    for _ in range(2):
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(*((x,) if rank == 0 else ()), target=y, losses=losses)
+    return gradients_of(stages), [loss.item() for loss in losses], seen.count("waited")
+
+
+@pytest.mark.distributed
+def test_a_custom_function_may_wait_for_what_arrives(two_ranks: Ranks) -> None:
+    """A receive is then waited for twice, once more by the executor."""
+    (first, losses, waits), (second, none, more) = two_ranks.run(overlap_on_ranks)
+    assert waits > 1
+    assert more > 1
+    assert_as_uncut({**first, **second}, 4)
+    x, y = batch()
+    with torch.no_grad():
+        wanted = [
+            nn.functional.mse_loss(nn.Sequential(*layers(4))(part), target).item()
+            for part, target in zip(x.chunk(4), y.chunk(4), strict=True)
+        ]
+    assert losses == pytest.approx(wanted)
+    assert none == []
 
 
 def test_an_action_given_to_a_custom_function_has_the_peers_names() -> None:

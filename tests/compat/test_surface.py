@@ -85,7 +85,7 @@ SIGNED = [
     if name.islower()
     or name.startswith(("Schedule", "PipelineStage", "_PipelineStageBase", "_Action", "_Stage", "_Mesh"))
 ]
-OTHER_WORDS = {"PipelineStage", "dist", "sum_reducer"}  # no signature of their own, or a longer one
+OTHER_WORDS = {"dist", "sum_reducer"}  # no signature of their own, or a longer one
 
 
 @pytest.mark.peer
@@ -96,17 +96,63 @@ def test_a_signature_takes_what_the_peers_takes(module: str, name: str) -> None:
     if theirs is None or name in ("annotate_split_points", "_outline_submodules"):
         assert name in ("PipeliningShapeError", "annotate_split_points", "_outline_submodules")
         return
+    assert_takes(name, ours, theirs)
+
+
+def assert_takes(name: str, ours: object, theirs: object) -> None:
+    """Whatever can be passed to the one can be passed to the other, by position or by name."""
     mine, wanted = parameters(ours), parameters(theirs)
+    kinds = {parameter.kind for parameter in mine.values()}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return  # it takes anything
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in mine.values())
     for place, (key, parameter) in enumerate(wanted.items()):
         if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
         assert key in mine or open_ended, f"{name} does not take {key}"
         needed = parameter.default is inspect.Parameter.empty
-        if needed and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and (key in mine or needed):
             assert list(mine)[place] == key, f"{name} takes {key} at another place"
+            assert mine[key].kind is not inspect.Parameter.KEYWORD_ONLY, f"{name} takes {key} by name only"
         if key in mine and not needed:
             assert mine[key].default is not inspect.Parameter.empty, f"{name} needs {key}, and the peer does not"
+
+
+METHODS = {
+    ("stage", "PipelineStage"): "clear_runtime_states scale_grads forward_one_chunk backward_one_chunk "
+    "backward_weight_one_chunk set_local_fwd_input get_local_bwd_output set_local_bwd_input perform_reduce_grad "
+    "_create_grad_recv_info _prepare_forward_infra _prepare_backward_infra",
+    ("stage", "_PipelineStageBase"): "__init__ forward_one_chunk _create_grad_recv_info",
+    ("schedules", "ScheduleGPipe"): "step eval",
+    ("schedules", "ScheduleDualPipeV"): "step eval _validate_and_set_stage_mapping _prepare_schedule_with_comms "
+    "_load_csv _dump_csv _simulate register_custom_function _maybe_compute_loss _maybe_get_loss",
+    ("schedules", "_Action"): "from_str",
+    ("_IR", "Pipe"): "get_stage_module build_stage info print_readable from_tracing forward",
+    ("_utils", "_TensorMeta"): "from_tensor to_tensor get_diff",
+    ("_utils", "_DTensorMeta"): "from_dtensor to_dtensor get_diff",
+    ("_utils", "_MeshCache"): "__init__ put get_mesh update_from_tensors",
+    ("_utils", "InferenceMode"): "needs_dynamic",
+    ("microbatch", "TensorChunkSpec"): "__init__ from_tuple from_dict",
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("module", "kind", "method"),
+    [(module, kind, method) for (module, kind), methods in METHODS.items() for method in methods.split()],
+)
+def test_a_method_takes_what_the_peers_takes(module: str, kind: str, method: str) -> None:
+    theirs = getattr(getattr(module_of("torch.distributed.pipelining", module), kind), method)
+    ours = getattr(getattr(module_of("pipecut.compat", module), kind), method)
+    assert_takes(f"{kind}.{method}", ours, theirs)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", [*(f"Schedule{name}" for name in BUILT_IN), "PipelineScheduleMulti"])
+def test_the_options_of_a_schedule_have_the_peers_places(name: str) -> None:
+    wanted = parameters(getattr(module_of("torch.distributed.pipelining", "schedules"), name))
+    mine = parameters(getattr(schedules, name))
+    assert list(mine)[: len(wanted)] == list(wanted)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,12 @@ def test_a_rank_that_takes_too_long() -> None:
             "rank 1 failed after its last action: pipecut.errors.PipeError: the loss is NaN for",
         ),
         (False, "loss of rows", "loss_fn returned a tensor of shape [2, 4] for microbatch 0"),
-        (True, "no target", "rank 1 failed before its first action: pipecut.errors.InputError: step() got no target"),
+        (
+            True,
+            "no target",
+            "rank 1 failed before its first action: pipecut.schedule.run.objective.MissingTargetError: step() got no "
+            "target",
+        ),
         (False, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),
         (True, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed_replicas.grid import Grid, Wrap, plan_of
 from tests.distributed_replicas.rank_processes import RankProcesses
-from tests.distributed_replicas.wrappers import copied, sharded, sharded_as_one
+from tests.distributed_replicas.wrappers import copied, replicated, sharded, sharded_as_one
 
 pytestmark = pytest.mark.distributed
 
@@ -33,6 +33,11 @@ def train(number: int, schedule: str, wrap: Wrap, width: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap, 8)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV"])
+def test_replicate(ranks: RankProcesses, schedule: str) -> None:
+    ranks.run(train, schedule, replicated, LARGE if schedule == "ZB-H1" else 8)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

@@ -20,6 +20,13 @@ def copied(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
 
 
+def replicated(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """The older replicate(), which is DistributedDataParallel out of sight."""
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module, process_group=mesh.get_group(), **options)
+
+
 def sharded(module: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """fully_shard on the blocks of the stage, and on the rest of it."""
     for block in module.blocks:

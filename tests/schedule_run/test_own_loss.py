@@ -215,21 +215,54 @@ def test_evaluations_with_and_without_labels(loss_fn: Any) -> None:
         schedule.mean_loss()
 
 
-def test_an_output_without_a_loss() -> None:
-    ways = r"make the schedule with loss_fn=, a function of \(output, target\) or of the output only; or use a model"
+WAYS = r"make the schedule with loss_fn=, a function of \(output, target\) or of the output only; or use a model"
+LACKS = {
+    "dataclass": "of type Answer, has None as its loss .were the labels passed",
+    "dict": "of type dict, has None as its loss .were the labels passed",
+    "tuple": "the output of the model, of type tuple, holds none",
+    "number": r"the output of the model is a tensor of shape \[2, 3, 7\]",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_output_without_a_loss(form: str, traced: bool) -> None:
+    """A step runs forwards only, and says so; the gradients that were there stay as they were."""
     ids = batch(4)["ids"]
-    lacks = {
-        "dataclass": "of type Answer, has None as its loss .were the labels passed",
-        "dict": "of type dict, has None as its loss .were the labels passed",
-        "tuple": "the output of the model, of type tuple, holds none",
-        "number": r"the output of the model is a tensor of shape \[2, 3, 7\]",
-    }
-    for form, lack in lacks.items():
+    for name in SCHEDULES:
         model = reader(form)
-        schedule = scheduled("1F1B", stages_of(model, traced=False), 2)
-        with pytest.raises(PipeError, match=rf"a training step needs a loss, and .*{lack}.*{ways}"):
-            schedule.step(ids=ids)
-        assert all(parameter.grad is None for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        schedule = scheduled(name, stages_of(model, traced, labels=False), 4)
+        for _ in range(2):
+            with pytest.warns(
+                PipeWarning, match=rf"run forwards only, and no gradients were computed.*eval\(\).*{WAYS}"
+            ):
+                output = schedule.step(ids=ids)
+            with torch.no_grad():
+                assert_same(output, model(ids), name, TIGHT)
+        assert all(
+            torch.equal(each.grad, torch.ones_like(each)) for each in model.parameters() if each.grad is not None
+        )
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_loss_after_steps_that_had_one(form: str) -> None:
+    """Somebody who trains has forgotten the labels."""
+    model = reader(form)
+    schedule = scheduled("1F1B", stages_of(model, traced=False), 2)
+    assert_as_uncut(schedule, model, batch(4))
+    with pytest.raises(PipeError, match=rf"a training step needs a loss, and .*{LACKS[form]}.*{WAYS}"):
+        schedule.step(ids=batch(4)["ids"])
+
+
+def test_labels_after_steps_without_them() -> None:
+    model = reader()
+    schedule = scheduled("DualPipeV", stages_of(model, traced=False), 4)
+    with pytest.warns(PipeWarning, match="run forwards only"):
+        schedule.step(ids=batch(4)["ids"])
+    assert_as_uncut(schedule, model, batch(4))
 
 
 def test_a_loss_in_the_output_that_is_no_number() -> None:

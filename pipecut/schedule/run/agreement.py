@@ -62,8 +62,8 @@ class Agreement:
         name = world.group_name
         self.number = self._made[name] = self._made.get(name, 0) + 1
 
-    def reach(self, facts: Mapping[str, str], held: Mapping[str, str] | None = None) -> None:
-        """Give this rank's facts, and compare those of all; `held` are those that only some ranks have."""
+    def reach(self, facts: Mapping[str, str], held: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Give this rank's facts, and compare those of all. `held` are those that only some ranks have: returns all."""
         self.store.set(self._key(self.rank), json.dumps([dict(facts), dict(held or {})]))
         told = {rank: self._facts(rank) for rank in range(self.ranks)}
         everywhere = {rank: facts for rank, (facts, _) in told.items()}
@@ -76,6 +76,7 @@ class Agreement:
                 + "\n".join(differences)
                 + "\nMake the pipe and the schedule in the same way on every rank."
             )
+        return {name: value for _, held in told.values() for name, value in held.items()}
 
     def _facts(self, rank: int) -> tuple[dict[str, str], dict[str, str]]:
         try:

@@ -67,7 +67,7 @@ class Connection:
         """The error to raise for one before the first action or after the last: others may be waiting already."""
         if self.alarm is None or isinstance(error, DisagreementError):
             return error  # all ranks find out about a disagreement by themselves
-        return self.alarm.raise_on_all(describe(self.ranks[0], None, None, error, where))
+        return self.alarm.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:

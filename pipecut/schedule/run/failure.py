@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import PipeError
+from ...stage.peer_surface import StageMetadataError
 from ..action import Action, Op
 
 KEY = "pipecut/failure"
@@ -26,8 +27,18 @@ PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once
 BEGIN, END = "before its first action", "after its last action"
 
 
-class StepError(PipeError):
+class StepError(PipeError, RuntimeError):
     """A step failed, on this rank or on another one; the message tells where that began."""
+
+
+class StepMetadataError(StepError, StageMetadataError):
+    """A step failed, for tensors are not what was said of them."""
+
+
+def step_error(text: str, cause: Exception) -> StepError:
+    """The error to raise for a step that failed here or elsewhere; of a kind that code written for the peer expects."""
+    kind = StepMetadataError if isinstance(cause, StageMetadataError) else StepError
+    return kind(f"the step failed: {text}")
 
 
 class LostConnectionError(PipeError):
@@ -117,7 +128,7 @@ class Alarm:
         self.device = device
         self.stores = [group.get_group_store() for group in self.groups]
 
-    def raise_on_all(self, failure: Failure) -> StepError:
+    def raise_on_all(self, failure: Failure, cause: Exception) -> StepError:
         """Tell the others, and make the error to raise here: the first failure of all, whoever had it."""
         # In words from here on: another pipeline numbers its ranks in its own way.
         failure = replace(failure, text=failure.told(self._name))
@@ -127,7 +138,7 @@ class Alarm:
             first = failure
         for group in self.groups:
             self._close_connections(group)
-        return StepError(f"the step failed: {first}")
+        return step_error(str(first), cause)
 
     def _name(self, rank: int) -> str:
         """A rank of the pipeline as the user knows it."""

@@ -14,6 +14,10 @@ from .weighing import as_integer, from_integer
 NUMBERS = 2  # how many integers tell the mean: the count of losses, and the bits of their mean
 
 
+class LossesError(InputError, TypeError):
+    """What is to be filled with losses is no list. It is a TypeError too, as with the peer."""
+
+
 @dataclass(frozen=True)
 class Losses:
     """The losses of the last step by microbatch, none on ranks without the last stage; and the weights of all."""

@@ -23,6 +23,7 @@ class Meeting:
         self._pipeline = pipeline
         self._copies = list(copies)
         self._is_over = False
+        self.held: dict[str, str] = {}  # what some ranks have told all
 
     def hold(
         self,
@@ -31,19 +32,21 @@ class Meeting:
         ties: Sequence[Tie],
         stages: Sequence[PipelineStage],
         options: Mapping[str, object],
+        own: Mapping[str, str],
     ) -> None:
-        """Compare what the ranks are about to do; nothing, once they have agreed."""
+        """Compare what the ranks are about to do; nothing, once they have agreed. Not all ranks have `own` facts."""
         if self._is_over:
             return
         held = {stage.stage_index: stage for stage in stages}
+        self.held = dict(own)
         facts = facts_of(plan, info, ties, {**options, "version of torch": torch.__version__})
         if self._pipeline is not None:
-            self._pipeline.reach(facts, _facts_of_ties(ties, held))
+            self.held = self._pipeline.reach(facts, {**own, **_facts_of_ties(ties, held)})
             self._pipeline = None
         _refuse_other_values(ties, held)
         same_stages = {"stages of a rank and its copies": str([stage.stage_index for stage in stages])}
         while self._copies:
-            self._copies.pop(0).reach(facts | same_stages)
+            self._copies.pop(0).reach({**facts, **own, **same_stages})
         self._is_over = True
 
 

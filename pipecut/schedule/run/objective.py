@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from ...errors import InputError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_WAYS = (
+WAYS = (
     "make the schedule with loss_fn=, a function of (output, target) or of the output only; or use a model whose "
     "output holds its loss: as `loss`, as the first of a tuple, or as all there is, one number"
 )
 
 
-@dataclass(frozen=True)
+class MissingTargetError(InputError, RuntimeError):
+    """There is no target for the loss. It is a RuntimeError too, as with the peer."""
+
+
+@dataclass
 class Objective:
     """How the loss is made. A loss_fn that takes one argument gets the output; without loss_fn the model has its own.
 
@@ -33,6 +37,8 @@ class Objective:
     """
 
     loss_fn: Callable[..., Tensor] | None = None
+    # Called for an output without a loss, as long as that may mean that a step does not train.
+    without_loss: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_own(self) -> bool:
@@ -48,7 +54,7 @@ class Objective:
         """Refuse a target that nobody would look at, and a step without the one that is needed."""
         if self.loss_fn is None:
             if training and target is not None:
-                raise InputError(f"a training step needs a loss: {_WAYS}. There is a target, and no loss_fn to take it")
+                raise InputError(f"a training step needs a loss: {WAYS}. There is a target, and no loss_fn to take it")
             return
         least, most = _places(self.loss_fn, loss_kwargs)
         if target is not None and most < 2:
@@ -57,7 +63,7 @@ class Objective:
                 "a second parameter"
             )
         if training and target is None and least > 1:
-            raise InputError(
+            raise MissingTargetError(
                 "step() got no target on the rank of the last stage: pass target=, that of the whole batch; a loss_fn "
                 "that needs none takes one argument, the output"
             )
@@ -65,7 +71,10 @@ class Objective:
     def loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any]) -> Any:
         """The loss of one microbatch; None if there is none, as in an evaluation without a target or labels."""
         if self.loss_fn is None:
-            return own_loss(output)
+            found = own_loss(output)
+            if found is None and self.without_loss is not None:
+                self.without_loss()
+            return found
         if target is not None:
             return self.loss_fn(output, target, **loss_kwargs)
         return self.loss_fn(output, **loss_kwargs) if _places(self.loss_fn, loss_kwargs)[0] < 2 else None
@@ -75,10 +84,10 @@ class Objective:
         if isinstance(loss, Tensor) and loss.dim() == 0 and (loss.is_floating_point() or not self.is_own):
             return loss
         if self.is_own and loss is None:
-            raise InputError(f"a training step needs a loss, and {_lack(output)}: {_WAYS}")
+            raise InputError(f"a training step needs a loss, and {_lack(output)}: {WAYS}")
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         if self.is_own:
-            raise InputError(f"the loss in the output of the model is {got} for microbatch {microbatch}: {_WAYS}")
+            raise InputError(f"the loss in the output of the model is {got} for microbatch {microbatch}: {WAYS}")
         raise InputError(
             f"loss_fn returned {got} for microbatch {microbatch}; it must return one number, a tensor without dims: "
             "take its mean, or its sum with scale_grads=False"

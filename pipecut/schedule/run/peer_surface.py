@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from torch import Tensor
 
 from ...errors import InputError
+from ...stage.replaced_attributes import ReplacedAttributes
 from ..action import Op
 from ..csv_file import load_csv, save_csv
 from ..lower import add_reduce_grad
@@ -27,7 +28,28 @@ if TYPE_CHECKING:
 Format = Literal["compute_only", "compute_comms"]
 
 
-class PeerSurface:
+class FormatError(InputError, NotImplementedError):
+    """An order in a form that is not known. It is a NotImplementedError too, as with the peer."""
+
+
+_STEPS = "the microbatches of a step are cut, run and merged by step() and eval()"
+_REPLACED = {
+    "_comp_type_to_function_map": "call register_custom_function()",
+    "_initialize_stages": "stages are ready when they are made",
+    "_initialize_stage": "stages are ready when they are made",
+    "_initialize_pp_stages": "stages are ready when they are made",
+    "_internal_losses": "pass losses=, a list, to step()",
+    "_update_losses": "pass losses=, a list, to step()",
+    "_compute_loss": "call loss_fn",
+    "_split_inputs": _STEPS,
+    "_merge_outputs": _STEPS,
+    "_check_inputs": _STEPS,
+    "_warmup_p2p": "connections are made by the first step",
+    "_backward_requires_autograd": "register a custom function for backwards of your own",
+}
+
+
+class PeerSurface(ReplacedAttributes):
     """The attributes and methods of a schedule under the peer's names.
 
     `pipeline_order` and `pipeline_order_with_comms` are those of the plan until they are set; what is set becomes the
@@ -38,6 +60,7 @@ class PeerSurface:
     n_microbatches: int
     plan: Plan
     use_full_backward = True
+    _replaced = _REPLACED
 
     def _begin_surface(self) -> None:
         first = self.stages[0]
@@ -49,6 +72,10 @@ class PeerSurface:
         self._order_is_read = True
         self._no_step = Counter[int]()
         self._defer_pp_recv = False
+        # Nothing here reads these; schedules that derive from ours may, or set them.
+        self.n_local_stages = len(self.stages)
+        self.number_of_rounds = max(1, self.n_microbatches // max(1, self.pp_group_size))
+        self.microbatches_per_round = self.n_microbatches // self.number_of_rounds
         if type(self)._step_microbatches is not PeerSurface._step_microbatches:
             raise InputError(
                 f"{type(self).__name__} defines _step_microbatches(), and steps are run by one executor here: set "
@@ -126,11 +153,10 @@ class PeerSurface:
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
         """Set what is run: computations, to which messages are added, or all actions."""
+        _check_format(format)
         if format == "compute_comms":
             self.pipeline_order_with_comms = {rank: list(row) for rank, row in actions.items()}
             return
-        if format != "compute_only":
-            raise InputError(f"format={format!r} is not known: give 'compute_only' or 'compute_comms'")
         self._validate_and_set_stage_mapping(actions)
         if actions is not self._order:
             self.pipeline_order = {rank: list(row) for rank, row in actions.items()}
@@ -138,13 +164,13 @@ class PeerSurface:
 
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Take the order of a CSV file, one line a rank."""
+        _check_format(format)
         self._prepare_schedule_with_comms(order_as_peer(load_csv(filename, ragged=True)), format)
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:
         """Write the order to a CSV file, one line a rank."""
         orders = {"compute_only": lambda: self.pipeline_order, "compute_comms": lambda: self.pipeline_order_with_comms}
-        if format not in orders:
-            raise InputError(f"format={format!r} is not known: give one of {', '.join(map(repr, orders))}")
+        _check_format(format)
         rows = order_from_peer(orders[format]())
         placement = Placement(tuple(map(self._rank_of, range(self._num_stages))))
         save_csv(Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches), filename)
@@ -193,6 +219,23 @@ class PeerSurface:
         return cast("PipelineSchedule", self).loss_fn
 
     @property
+    def _has_backward(self) -> bool:
+        """Whether there is a loss_fn; a model with a loss of its own trains without."""
+        return self._loss_fn is not None
+
+    @property
+    def _args_chunk_spec(self) -> Any:
+        return cast("PipelineSchedule", self)._specs[0]
+
+    @property
+    def _kwargs_chunk_spec(self) -> Any:
+        return cast("PipelineSchedule", self)._specs[1]
+
+    @property
+    def _output_merge_spec(self) -> Any:
+        return cast("PipelineSchedule", self)._merge_spec
+
+    @property
     def _executor(self) -> Executor | None:
         executors = [stage.driver for stage in self.stages if stage.driver is not None]
         return cast("Executor", executors[0]) if executors else None
@@ -232,6 +275,11 @@ class PeerSurface:
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("microbatches are run by step() and eval(): pass the whole batch there")
+
+
+def _check_format(format: str) -> None:
+    if format not in get_args(Format):
+        raise FormatError(f"format={format!r} is not known: give 'compute_only' or 'compute_comms'")
 
 
 def _computations(order: Order) -> dict[int, list[PeerAction | None]]:

@@ -25,8 +25,9 @@ from .dataflow import dataflow_of
 from .declared_ties import declared_ties, with_ties
 from .failure import END
 from .header import MEAN_LOSS
-from .losses import NUMBERS, Losses, mean_from
+from .losses import NUMBERS, Losses, LossesError, mean_from
 from .objective import Objective
+from .open_steps import OpenSteps
 from .peer_surface import PeerSurface, is_complete
 from .random_numbers import checked_kind, with_states
 from .results import merged
@@ -43,7 +44,8 @@ class PipelineSchedule(PeerSurface):
 
     The loss is `loss_fn(output, target)`, or `loss_fn(output)` if it takes one argument. Without it the model has its
     own: its output has a `loss`, as an attribute or a key, or is a tuple that begins with a number, or is a number.
-    Labels are then among the model's arguments, and there is no target.
+    Labels are then among the model's arguments, and there is no target. If the output holds no loss either, `step` runs
+    forwards only, and warns of it; once a step has trained, that is an error.
 
     A microbatch counts as much as it has samples, so the loss should be a mean over samples; for a sum pass
     `scale_grads=False`. A mean over something else, such as the labels that are not to be ignored, is not the mean of
@@ -117,6 +119,7 @@ class PipelineSchedule(PeerSurface):
         self._merge_spec = output_merge_spec
         self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
         self._objective = Objective(loss_fn)
+        self._open_steps = OpenSteps(self._objective)
         self._loss_weight = loss_weight
         self._seeds = None if random_numbers == "per_process" else StepSeeds()
         self._begin_surface()
@@ -154,6 +157,8 @@ class PipelineSchedule(PeerSurface):
         self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
         self._runners = {}
         self._last_runner = None
+        for stage in self.stages:
+            stage.chunks = self.n_microbatches
 
     def _use_what_was_set(self) -> None:
         """Look whether the order of actions was set from outside."""
@@ -229,18 +234,25 @@ class PipelineSchedule(PeerSurface):
         try:
             weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
             options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
-            self._connection.meeting.hold(self.plan, self.info, self.ties, self.stages, options)
+            own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
+            self._connection.meeting.hold(self.plan, self.info, self.ties, self.stages, options, own)
             if given.training and torch.is_inference_mode_enabled():
                 raise InputError(
                     "step() needs gradients, and torch.inference_mode() is on here: call it outside, or call eval()"
                 )
+            if losses is not None and not isinstance(losses, list):
+                raise LossesError(f"losses must be a list, which is filled; got {type(losses).__name__}")
             runner = self._runner(given.training)
             batches = self._batches.make(given)
         except Exception as error:
             raise self._connection.failed(error) from error
         runner.tracing = self.tracing
         self._last_runner = runner
-        runner.run(batches)
+        trains = given.training
+        if trains and self._weighing is None and self._open_steps.is_next(self.plan, self._connection.meeting.held):
+            trains = self._open_steps.run(runner, batches, self._last_rank)
+        else:
+            runner.run(batches)
         last = batches.get(self._last_rank)
         if last is None:
             self._losses = Losses()
@@ -254,7 +266,7 @@ class PipelineSchedule(PeerSurface):
         try:
             if self._weighing is not None and last.losses:
                 self._weighing.refuse_losses_without(last.weights)
-            if given.training and self.check_loss:
+            if trains and self.check_loss:
                 self._losses.refuse_nan(self.scale_grads)
             return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
         except Exception as error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, PipeWarning
 from ...stage.stage import PipelineStage
 from ..plan import Plan
-from ..registry import known_name, plan_for
+from ..registry import FAMILIES, known_name, plan_for
 from .membership import refuse_compiled
 from .peer_surface import is_complete
 from .schedule import PipelineSchedule
@@ -58,6 +59,12 @@ class _NamedSchedule(PipelineSchedule):
                 f"{cls.__name__} has no plan of its own: use one of {', '.join(CLASSES)}, or PlannedSchedule"
             )
         total = stages[0].num_stages
+        family = FAMILIES[cls.schedule_name]
+        if family.chunks == 2 and not family.any_chunks and len(stages) not in (2, total):
+            raise InputError(
+                f"{cls.__name__} has exactly 2 stages on each rank, in a V: got {len(stages)} of {total}. Rank 0 has "
+                f"stages 0 and {total - 1}, or all of them if there is one process"
+            )
         ranks = ranks if ranks is not None else _ranks_for(stages)
         if total % ranks:
             raise InputError(
@@ -112,9 +119,54 @@ class PipelineScheduleSingle(_NamedSchedule):
 class PipelineScheduleMulti(_NamedSchedule):
     """A schedule with one or more stages on each rank."""
 
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        **options: Any,
+    ) -> None:
+        if use_full_backward is not None:
+            warnings.warn(
+                "use_full_backward has no effect: backwards are whole (B) or in two parts (I, W) as the order of "
+                "actions says. Leave it out",
+                PipeWarning,
+                stacklevel=2,
+            )
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        options["backward_requires_autograd"] = backward_requires_autograd
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule with one or more stages on each rank whose order can be read and written with its messages."""
+
+
+class _NamedRuntime(PipelineScheduleRuntime):
+    """One whose plan follows from its name; it has no use for `use_full_backward`."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        options |= {"backward_requires_autograd": backward_requires_autograd, "defer_pp_recv": defer_pp_recv}
+        super().__init__(stages, n_microbatches, loss_fn, *specs, None, scale_grads, **options)
 
 
 class PlannedSchedule(PipelineSchedule):
@@ -151,19 +203,37 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
     schedule_name = "ForwardOnly"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
+class ScheduleInterleaved1F1B(_NamedRuntime):
     """1F1B with several stages on each rank, in a loop."""
 
     schedule_name = "Interleaved1F1B"
 
 
-class ScheduleLoopedBFS(PipelineScheduleRuntime):
+class ScheduleLoopedBFS(_NamedRuntime):
     """GPipe with several stages on each rank, one stage after the other."""
 
     schedule_name = "LoopedBFS"
 
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        output_merge_spec: Any = None,  # here, as with the peer, positional arguments leave out the specs of inputs
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        last = (scale_grads, backward_requires_autograd, defer_pp_recv)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, *last, **options)
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
+
+class ScheduleInterleavedZeroBubble(_NamedRuntime):
     """Interleaved 1F1B with weight gradients in its bubbles."""
 
     schedule_name = "InterleavedZeroBubble"
@@ -171,7 +241,7 @@ class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
     use_full_backward = False
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
+class ScheduleZBVZeroBubble(_NamedRuntime):
     """Two stages on each rank, in a V, with weight gradients in the bubbles."""
 
     schedule_name = "ZBVZeroBubble"
@@ -179,7 +249,7 @@ class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
     use_full_backward = False
 
 
-class ScheduleDualPipeV(PipelineScheduleRuntime):
+class ScheduleDualPipeV(_NamedRuntime):
     """Two stages on each rank, in a V, forwards and backwards overlapped."""
 
     schedule_name = "DualPipeV"
@@ -187,13 +257,13 @@ class ScheduleDualPipeV(PipelineScheduleRuntime):
     use_full_backward = False
 
 
-class ScheduleVHalf(PipelineScheduleRuntime):
+class ScheduleVHalf(_NamedRuntime):
     """Two stages on each rank, in a V, with half of the memory of 1F1B."""
 
     schedule_name = "V-Half"
 
 
-class ScheduleVMin(PipelineScheduleRuntime):
+class ScheduleVMin(_NamedRuntime):
     """Two stages on each rank, in a V, with a third of the memory of 1F1B."""
 
     schedule_name = "V-Min"

@@ -1,4 +1,4 @@
-"""Stages under DistributedDataParallel: gradients are averaged once, after the last backward of a step.
+"""Stages under DistributedDataParallel or replicate(): gradients are averaged once, after the last backward of a step.
 
 Its reducer works during a backward, when it has seen a gradient for every parameter. So all backwards of a step run as
 under `no_sync`. Then the reducer is told that all gradients are there, and does its work: buckets, hooks and all.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,24 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import InputError
 from .replica import Alone
+from .replicated import Copied, Wrapped
 from .static_graph import StaticGraph
 
 
 class Copies(Alone):
-    """A module of which some parts, or all of it, are under DistributedDataParallel."""
+    """A module of which some parts, or all of it, are under DistributedDataParallel or replicate()."""
 
     is_reduced = True
 
-    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
+    def __init__(self, modules: Sequence[Copied]) -> None:
         self._averages = [_Average(module) for module in modules]
-        self.groups = [module.process_group for module in modules]
+        self.groups = [module.group for module in modules]
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for average in self._averages:
                 average.before_forward()
-                stack.enter_context(average.module.no_sync())
+                stack.enter_context(average.copied.without_average())
             yield
 
     def reduce_gradients(self) -> None:
@@ -44,20 +46,29 @@ class Copies(Alone):
 class _Average:
     """The average of the gradients of one DistributedDataParallel."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        _refuse_unusual(module)
-        self.module = module
-        self._parameters = _parameters_of(module)
+    def __init__(self, copied: Copied) -> None:
+        self.copied = copied
+        self._static: StaticGraph | None = None
+        if isinstance(copied, Wrapped):
+            self.module  # noqa: B018 - looked at now, so that what does not fit is refused before the first step
+
+    @cached_property
+    def module(self) -> DistributedDataParallel:
+        """The wrapper. That of replicate() is made by the first forward, when the parameters are on their device."""
+        module = self.copied.wrapper
+        _refuse_unusual(module, self.copied.called)
+        self._parameters = _parameters_of(self.copied)
         self._static = StaticGraph.of(module, self._parameters) if module.static_graph else None
+        return module
 
     def before_forward(self) -> None:
-        if self._static is not None:
+        if self.module.static_graph and self._static is not None:
             self._static.before_forward()
 
     def run(self) -> None:
         """Average, unless the user's `no_sync` is in force."""
         module = self.module
-        if not module.require_backward_grad_sync:
+        if not self.copied.averages:
             return
         self._refuse_unfrozen()
         unused = {name for name, parameter in self._parameters.items() if parameter.grad is None}
@@ -96,24 +107,25 @@ class _Average:
 
     def _refuse_unfrozen(self) -> None:
         known = {id(parameter) for parameter in self._parameters.values()}
-        for name, parameter in _named_parameters(self.module):
+        called = self.copied.called
+        for name, parameter in self.copied.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise InputError(
-                    f"{name} was frozen when DistributedDataParallel was made, which does not average it: "
-                    "unfreeze parameters before, or make DistributedDataParallel and the stage anew"
+                    f"{name} was frozen when {called} was made, which does not average it: "
+                    f"unfreeze parameters before, or make {called} and the stage anew"
                 )
 
     def _check_use(self, unused: set[str]) -> None:
         changed = sorted(set() if self._static is None else self._static.unused_anywhere - unused)
         if changed:
             raise InputError(
-                f"{_listed(changed)} got a gradient now and none in the first step; DistributedDataParallel with "
+                f"{_listed(changed)} got a gradient now and none in the first step; {self.copied.called} with "
                 "static_graph=True does not average it: use find_unused_parameters=True instead"
             )
         missing = sorted(unused if self._static is None else unused - self._static.unused_here)
         if missing and not self._finds_unused:
             raise InputError(
-                f"{_listed(missing)} got no gradient in this step: give DistributedDataParallel "
+                f"{_listed(missing)} got no gradient in this step: give {self.copied.called} "
                 "find_unused_parameters=True, or freeze what the stage does not use before making it"
             )
 
@@ -137,26 +149,19 @@ class _AllReady(torch.autograd.Function):
         return (gradient, *(None,) * (ctx.inputs - 1))
 
 
-def _named_parameters(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that DistributedDataParallel looks after, by their names in the module that it wraps."""
-    for name, parameter in module.module.named_parameters():
-        if name not in module.parameters_to_ignore:
-            yield name, parameter
-
-
-def _parameters_of(module: DistributedDataParallel) -> dict[str, Tensor]:
-    """Those that it averages, in its order."""
-    parameters = {name: parameter for name, parameter in _named_parameters(module) if parameter.requires_grad}
-    averaged = module._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+def _parameters_of(copied: Copied) -> dict[str, Tensor]:
+    """Those that are averaged, in the order of the wrapper."""
+    parameters = {name: parameter for name, parameter in copied.named_parameters() if parameter.requires_grad}
+    averaged = copied.wrapper._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
     if len(parameters) != averaged:
         raise InputError(
-            f"DistributedDataParallel was made with {averaged} parameters to train, and {len(parameters)} are to be "
+            f"{copied.called} was made with {averaged} parameters to train, and {len(parameters)} are to be "
             "trained now: freeze and unfreeze parameters before"
         )
     return parameters
 
 
-def _refuse_unusual(module: DistributedDataParallel) -> None:
+def _refuse_unusual(module: DistributedDataParallel, called: str) -> None:
     """Options with which gradients are averaged by hooks of their own, in every backward."""
     unusual = {
         "mixed_precision": module.mixed_precision is not None,
@@ -166,7 +171,7 @@ def _refuse_unusual(module: DistributedDataParallel) -> None:
     for name, used in unusual.items():
         if used:
             raise InputError(
-                f"DistributedDataParallel with {name} averages in every backward, and a stage has many in a step: "
+                f"{called} with {name} averages in every backward, and a stage has many in a step: "
                 "leave it out. For lower precision use autocast, or fully_shard with a MixedPrecisionPolicy"
             )
 

@@ -1,6 +1,6 @@
-"""Stages that have copies on other ranks: nothing, DistributedDataParallel or fully_shard, behind one protocol.
+"""Stages that have copies on other ranks, by any of torch's wrappers, or none: all behind one protocol.
 
-Both wrappers are made for one backward a step, and average gradients while it runs. A stage has many, whole or in two
+The wrappers are made for one backward a step, and average gradients while it runs. A stage has many, whole or in two
 parts, and other stages wait for what each sends back. So the gradients of a step are added up where they are, and
 averaged once, after the last of them.
 """
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import InputError
+from .replicated import Copied, Replicated, Wrapped
 
 Context = contextlib.AbstractContextManager[None]
 _NOTHING = contextlib.nullcontext()
@@ -85,12 +86,12 @@ def replica_of(module: nn.Module) -> Replica:
     >>> replica_of(nn.Linear(2, 2)).is_reduced
     False
     """
-    copies = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    copies = [copied for part in module.modules() for copied in _copied(part)]
     shards = list(_sharded_parts(module))
     _refuse_unknown(module)
     if copies and shards:
         raise InputError(
-            "a stage holds both DistributedDataParallel and fully_shard modules: use one of the two for all its parts"
+            f"a stage holds both {copies[0].called} and fully_shard modules: use one of the two for all its parts"
         )
     if copies:
         from .copies import Copies
@@ -116,6 +117,15 @@ def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.Proces
             )
 
 
+def _copied(part: nn.Module) -> Iterator[Copied]:
+    """What averages the gradients of a part, if it has copies."""
+    kind: type | None = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    if isinstance(part, DistributedDataParallel):
+        yield Wrapped(part)
+    elif kind is not None and isinstance(part, kind):
+        yield Replicated(part)
+
+
 def _sharded_parts(module: nn.Module) -> Iterator[nn.Module]:
     # The module of fully_shard is slow to import; while it is not there, nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -125,10 +135,7 @@ def _sharded_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 # Wrappers that would average some gradients and not others, for they cannot be told which backward is the last.
-_UNKNOWN = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)", "fully_shard"),
-    ("torch.distributed._composable.replicate", "DDP", "replicate()", "DistributedDataParallel"),
-)
+_UNKNOWN = (("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)", "fully_shard"),)
 
 
 def _refuse_unknown(module: nn.Module) -> None:

@@ -1,0 +1,143 @@
+"""Attributes and options that code written for the peer reads, sets or passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecut import PipeWarning
+from pipecut.compat import PipelineStage, SplitPoint, pipeline, schedules
+from pipecut.errors import InputError
+from pipecut.stage.replaced_attributes import ReplacedAttributeError
+
+
+def stages(count: int = 4) -> list[PipelineStage]:
+    return [PipelineStage(nn.Linear(4, 4), index, count, "cpu") for index in range(count)]
+
+
+def test_attributes_of_a_schedule() -> None:
+    spec = (schedules.TensorChunkSpec(0),)
+    schedule: Any = schedules.ScheduleInterleaved1F1B(stages(), 4, nn.functional.mse_loss, spec, ranks=2)
+    assert schedule._has_backward
+    assert not schedules.ScheduleInterleaved1F1B(stages(), 4, ranks=2)._has_backward
+    assert (schedule.n_local_stages, schedule.rank) == (4, 0)
+    assert schedule.number_of_rounds * schedule.microbatches_per_round == 4
+    assert schedule._args_chunk_spec is spec
+    assert schedule._kwargs_chunk_spec is schedule._output_merge_spec is None
+    schedule.number_of_rounds = 7  # a schedule of the user's may set it
+    assert schedule.number_of_rounds == 7
+
+
+def test_attributes_of_a_stage() -> None:
+    made = stages(1)
+    stage = made[0]
+    assert (stage.chunks, stage.log_prefix, dict(stage.bwd_cache), dict(stage.dw_runner)) == (None, "[Stage 0]", {}, {})
+    schedules.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert stage.chunks == 2
+    output = stage.forward_one_chunk(0, (torch.ones(2, 4),))
+    stage.backward_one_chunk(0, loss=output.sum(), full_backward=False)
+    assert list(stage.dw_runner) == list(stage.bwd_cache) == [0]
+    stage.backward_weight_one_chunk(0)
+    assert not stage.dw_runner
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("get_fwd_recv_ops", "what is sent and received is the work of the schedule's executor"),
+        ("args_recv_info", "what is sent and received is the work of the schedule's executor"),
+        ("inputs_meta", "shapes follow from the sizes of each step"),
+        ("backward_state", "what a backward has left is in stage.flights"),
+    ],
+)
+def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:
+    (stage,) = stages(1)
+    with pytest.raises(ReplacedAttributeError, match=f"PipelineStage.{name} is not part of pipecut: {told}"):
+        getattr(stage, name)
+    assert not hasattr(stage, name)
+    with pytest.raises(AttributeError, match="'PipelineStage' object has no attribute 'nothing'"):
+        stage.nothing  # type: ignore[attr-defined] # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("_comp_type_to_function_map", r"call register_custom_function\(\)"),
+        ("_internal_losses", r"pass losses=, a list, to step\(\)"),
+        ("_split_inputs", "the microbatches of a step are cut, run and merged by step"),
+        ("_initialize_stages", "stages are ready when they are made"),
+    ],
+)
+def test_attributes_of_a_schedule_that_are_replaced(name: str, told: str) -> None:
+    schedule = schedules.ScheduleGPipe(stages(1), 2)
+    with pytest.raises(AttributeError, match=f"ScheduleGPipe.{name} is not part of pipecut: {told}"):
+        getattr(schedule, name)
+
+
+def test_use_full_backward_is_taken_and_has_no_effect() -> None:
+    for options in ({"use_full_backward": False}, {"use_full_backward": True}):
+        with pytest.warns(PipeWarning, match="use_full_backward has no effect: backwards are whole"):
+            schedules.PipelineScheduleMulti(stages(), 4, **options)
+    with pytest.warns(PipeWarning, match="use_full_backward has no effect"):  # by position, before scale_grads
+        assert not schedules.PipelineScheduleMulti(stages(), 4, None, None, None, None, False, False).scale_grads
+
+
+def test_options_by_position() -> None:
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        cls: Any = schedules.get_schedule_class(name)
+        schedule = cls(stages(), 4, None, None, None, None, False, True, True, ranks=2)
+        assert (schedule.scale_grads, schedule._defer_pp_recv) == (False, True)
+    merge = schedules.TensorChunkSpec(0)
+    looped: Any = schedules.ScheduleLoopedBFS(stages(), 4, None, merge, False, True, True, ranks=2)
+    assert (looped._output_merge_spec, looped.scale_grads, looped._defer_pp_recv) == (merge, False, True)
+    spec = (schedules.TensorChunkSpec(0),)
+    named: Any = schedules.ScheduleLoopedBFS(stages(), 4, args_chunk_spec=spec, kwargs_chunk_spec={}, ranks=2)
+    assert (named._args_chunk_spec, named._kwargs_chunk_spec) == (spec, {})
+    with pytest.raises(InputError, match="backward_requires_autograd=False is not known here"):
+        schedules.ScheduleLoopedBFS(stages(), 4, None, None, True, False, ranks=2)
+
+
+def test_the_text_of_actions() -> None:
+    found = schedules._action_regex.match("12SEND_F3")
+    assert found is not None
+    assert found.groups() == ("12", "SEND_F", "3")
+    assert schedules._action_regex.match("1UNSHARD") is not None
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+def test_what_a_pipe_holds() -> None:
+    model = Tied()
+    pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"last": SplitPoint.BEGINNING})
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pipe.named_parameters("model")][0] == "model.first.weight"
+    assert len(list(pipe.parameters())) == 3
+    assert [name for name, _ in pipe.named_buffers()] == ["scale"]
+    assert len(list(pipe.buffers())) == 1
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    values = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    pipe.load_state_dict(values)
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    for index in range(2):
+        for name, value in pipe.get_stage_module(index).state_dict().items():
+            assert torch.equal(value, values[name]), name
+    with pytest.raises(InputError, match="the state dict and the model differ in more, scale: give the model's own"):
+        pipe.load_state_dict({**{name: values[name] for name in values if name != "scale"}, "more": torch.ones(1)})
+    pipe.load_state_dict({"more": torch.ones(1)}, strict=False)
+    with pytest.raises(AttributeError, match="Pipe.split_gm is not part of pipecut: a Pipe is no nn.Module"):
+        pipe.split_gm  # type: ignore[attr-defined] # noqa: B018

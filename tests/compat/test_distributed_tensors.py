@@ -1,0 +1,154 @@
+"""DTensors by the peer's names, and stages whose modules are tensor parallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pipecut.compat import PipelineStage, _utils, microbatch, schedules
+from pipecut.compat._utils import _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_what_is_known_of_a_dtensor(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]).requires_grad_()
+    meta = _DTensorMeta.from_dtensor(tensor)
+    assert (meta.shape, meta.global_shape, meta.placements) == ((4, 6), (4, 6), (Shard(1),))
+    assert (meta.stride, meta.global_stride, meta.dtype, meta.requires_grad) == ((6, 1), (6, 1), torch.float32, True)
+    assert meta.mesh_cache_key == (("tp",), mesh._layout)
+    made = meta.to_dtensor("cpu", mesh)
+    assert isinstance(made, DTensor)
+    assert made.requires_grad
+    assert _DTensorMeta.from_dtensor(made) == meta
+    assert meta.get_diff(meta) == []
+
+
+def test_differences_of_dtensors(mesh: DeviceMesh) -> None:
+    meta = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]))
+    other = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4, 6), mesh, [Replicate()]))
+    assert meta.get_diff(other) == ["placements mismatch: (Shard(dim=1),) vs (Replicate(),)"]
+    plain = _TensorMeta.from_tensor(torch.ones(4, 6))
+    assert meta.get_diff(plain) == ["type: _DTensorMeta vs _TensorMeta"]
+    with pytest.raises(_utils.PipeliningMetadataError, match=r"x\[0\].*placements mismatch"):
+        _utils.validate_tensors_metadata("x", (meta,), (other,))
+
+
+def test_metas_and_meshes_of_dtensors(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    metas = _utils.extract_tensor_metas((tensor, torch.ones(1)))
+    assert metas is not None
+    assert [type(meta) for meta in metas] == [_DTensorMeta, _TensorMeta]
+    stage = _StageMeta(metas, metas)
+    assert stage.has_dtensors()
+    assert _utils.InferenceMode.needs_dynamic(stage, True)  # the placements of gradients do not follow from these
+    assert not _utils.InferenceMode.needs_dynamic(stage, False)
+    cache = _MeshCache()
+    cache.update_from_tensors((tensor, None, torch.ones(1)))
+    assert len(cache) == 1
+    assert cache.get_mesh((("tp",), mesh._layout)) is mesh
+    local = _utils.to_local_if_dtensor(tensor.requires_grad_(), detach=True)
+    assert not isinstance(local, DTensor)
+    assert not local.requires_grad
+
+
+def test_chunks_of_dtensors(mesh: DeviceMesh) -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    spec = microbatch.TensorChunkSpec(0)
+    chunks = microbatch._split_tensor(distribute_tensor(whole, mesh, [Shard(1)]), spec, 2)
+    assert all(isinstance(chunk, DTensor) and chunk.placements == (Shard(1),) for chunk in chunks)
+    (merged,) = microbatch.merge_chunks([(chunk,) for chunk in chunks], (spec,))
+    assert merged.placements == (Shard(1),)
+    assert torch.equal(merged.to_local(), whole)
+    other = distribute_tensor(whole, mesh, [Replicate()])
+    with pytest.raises(AssertionError, match="placement mismatch"):
+        microbatch.merge_chunks([(chunks[0],), (other,)], (spec,))
+    with pytest.raises(AssertionError, match="mix"):
+        microbatch.merge_chunks([(chunks[0],), (whole,)], (spec,))
+
+
+class Block(nn.Module):
+    """Two layers, of which the first can be cut by columns and the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+STAGES = {"1F1B": ([0], [1]), "Interleaved1F1B": ([0, 2], [1, 3]), "ZBVZeroBubble": ([0, 3], [1, 2])}
+
+
+def parallel_stages(name: str, *, local: bool) -> tuple[nn.Sequential, dict[int, nn.Module], list[PipelineStage]]:
+    """The whole model, and the modules and stages of this rank, which two ranks share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    torch.manual_seed(0)
+    total = sum(map(len, STAGES[name]))
+    whole = nn.Sequential(*(Block() for _ in range(total))).double()
+    modules = {}
+    for index in STAGES[name][mesh["pp"].get_local_rank()]:
+        end = RowwiseParallel(output_layouts=Replicate(), use_local_output=local)
+        plan = {"up": ColwiseParallel(), "down": end}
+        modules[index] = parallelize_module(copy.deepcopy(whole[index]), mesh["tp"], plan)
+    group = mesh["pp"].get_group()
+    return whole, modules, [PipelineStage(part, index, total, "cpu", group=group) for index, part in modules.items()]
+
+
+def train(rank: int, name: str) -> int:
+    whole, modules, stages = parallel_stages(name, local=True)
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    loss = nn.functional.mse_loss
+    schedule = schedules.get_schedule_class(name)(stages, 4, loss)  # type: ignore[arg-type]
+    losses: list[Tensor] = []
+    schedule.step(*((x,) if 0 in modules else ()), target=y, losses=losses)
+    loss(whole(x), y).backward()
+    for index, module in modules.items():
+        wanted = dict(whole[index].named_parameters())
+        for parameter_name, parameter in module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.shape == parameter.shape
+            torch.testing.assert_close(parameter.grad.full_tensor(), wanted[parameter_name].grad, msg=parameter_name)
+    return len(losses)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", STAGES)
+def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(four_ranks: Ranks, name: str) -> None:
+    assert sorted(four_ranks.run(train, name)) == [0, 0, 4, 4]
+
+
+def send_dtensors(rank: int) -> str:
+    _, modules, stages = parallel_stages("1F1B", local=False)
+    schedule = schedules.Schedule1F1B(stages, 4, nn.functional.mse_loss)
+    x = torch.ones(8, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        schedule.step(*((x,) if 0 in modules else ()), target=x)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_dtensor_between_stages_is_refused(four_ranks: Ranks) -> None:
+    messages = four_ranks.run(send_dtensors)
+    four_ranks.close()
+    for message in messages:
+        assert (
+            "stage 0 returned a DTensor as output 0, and only plain tensors are sent to the next stage: end" in message
+        )
+        assert "use_local_output=True or to_local()" in message

@@ -1,0 +1,92 @@
+"""Errors are of the kinds that code written for the peer catches, in one process and on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipecut.compat import PipelineStage, SplitPoint, pipeline, schedules
+from pipecut.compat._utils import PipeliningMetadataError
+from pipecut.errors import PipeError
+from tests.distributed.ranks import Ranks
+
+
+def one_stage(**options: Any) -> PipelineStage:
+    return PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", **options)
+
+
+def trained(stage: PipelineStage, **options: Any) -> Any:
+    schedule = schedules.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    return schedule.step(torch.ones(4, 4), **({"target": torch.ones(4, 4)} | options))
+
+
+def fails(kind: type[Exception], told: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(kind, match=told) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value, PipeError)
+
+
+def test_kinds(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cut = {"1": SplitPoint.BEGINNING}
+    pipe = pipeline(model, (torch.ones(2, 4),), split_spec=cut)
+    fails(ValueError, "stage_index=1 does not fit num_stages=1", PipelineStage, nn.Linear(4, 4), 1, 1, "cpu")
+    fails(ValueError, "no stage 7: this pipe has stages 0 to 1", pipe.get_stage_module, 7)
+    fails(ValueError, "both given", pipeline, model, (torch.ones(2, 4),), split_spec=cut, split_policy=lambda _: [])
+    fails(RuntimeError, "got no target on the rank of the last stage", trained, one_stage(), target=None)
+    fails(TypeError, "losses must be a list, which is filled; got int", trained, one_stage(), losses=3)
+    runtime = schedules._PipelineScheduleRuntime([one_stage()], 2)
+    for call in (runtime._load_csv, runtime._dump_csv, runtime._prepare_schedule_with_comms):
+        fails(NotImplementedError, "format='zz' is not known", call, tmp_path / "order.csv", format="zz")
+
+
+def test_declared_tensors_are_compared_in_full_if_asked() -> None:
+    x = torch.ones(3, 4)
+    for declared in ({"input_args": (x,)}, {"output_args": (x,)}):
+        stage = one_stage(**declared)
+        trained(stage)  # the number of samples may be another
+        stage._runtime_validate = True
+        fails(
+            PipeliningMetadataError, "stage 0 was made with .*_args float32.3, 4., and has float32.2, 4", trained, stage
+        )
+    stage = one_stage(input_args=x[:2], output_args=x[:2])
+    stage._runtime_validate = True
+    trained(stage)
+
+
+def declared_on_ranks(rank: int) -> tuple[bool, str]:
+    x = torch.ones(3, 4)
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, "cpu", input_args=(x,), output_args=(x,))
+    stage._runtime_validate = True
+    schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(RuntimeError) as caught:
+        schedule.step(torch.ones(8, 4), target=torch.ones(8, 4))
+    return isinstance(caught.value, PipeliningMetadataError), str(caught.value)
+
+
+@pytest.mark.distributed
+def test_declared_tensors_on_ranks(two_ranks: Ranks) -> None:
+    (own, message), (_, told) = two_ranks.run(declared_on_ranks)
+    two_ranks.close()
+    assert own
+    assert message == told
+    assert "rank 0 failed before its first action" in message
+    assert "stage 0 was made with input_args float32[3, 4], and has float32[2, 4] in a microbatch" in message
+
+
+def no_target_on_ranks(rank: int) -> str:
+    schedule = schedules.Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(RuntimeError) as caught:
+        schedule.step(torch.ones(4, 4))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_no_target_on_ranks(two_ranks: Ranks) -> None:
+    messages = two_ranks.run(no_target_on_ranks)
+    two_ranks.close()
+    assert all("got no target on the rank of the last stage" in message for message in messages)
