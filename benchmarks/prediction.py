@@ -29,7 +29,7 @@ APART = 1.10  # pairs of schedules whose executed times differ by less are not c
 class Block(nn.Module):
     """Compute-bound: wide products, little else."""
 
-    def __init__(self, width: int = 384) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
@@ -76,7 +76,7 @@ class Load:
 def computing() -> nn.Module:
     """Blocks that multiply."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(8)))
+    return nn.Sequential(*(Block(640) for _ in range(8)))
 
 
 def waiting() -> nn.Module:
@@ -86,7 +86,7 @@ def waiting() -> nn.Module:
 
 
 LOADS = (
-    Load("8 blocks that multiply, on 2 ranks", 2, 384, computing),
+    Load("8 blocks that multiply, on 2 ranks", 2, 640, computing),
     Load("16 layers that wait as for a device of their own, on 4 ranks", 4, 32, waiting),
 )
 
