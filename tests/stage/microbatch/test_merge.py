@@ -115,7 +115,9 @@ def test_counts_are_not_averaged() -> None:
 # Other values
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, "text", True, math.nan, torch.float32, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, 3, 2.5, "text", True, math.nan, torch.float32, object()], ids=lambda value: type(value).__name__
+)
 def test_a_value_that_all_have_is_kept(value: Any) -> None:
     assert merge_chunks([(value, 1), (value, 1)], None)[0] is value
 
