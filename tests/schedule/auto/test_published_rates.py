@@ -36,17 +36,18 @@ def test_at_most_the_published_bubble(setting: Setting, column: str, times: int,
     """Where a table has no such column, the one-chunk schedules of the same row that fit are the mark."""
     marks = {"ZB-1p": "ZB-H1", "ZB-2p": "ZB-H2", "ZB-V": "ZB-H1"}
     published = setting.rates.get(column, setting.rates[marks[column]])
-    # The published rate of one setting is the optimum: it takes more moves to get there.
-    hard = column == "ZB-2p" and setting.rates.get(column) == 0.0433
-    result = found(setting, times, placement, time_budget=12.0 if hard else 1.0)
+    # The search is ended by a clock, and a busy machine gets less done in a second.
+    for time_budget in (1.0, 4.0, 16.0):
+        result = found(setting, times, placement, time_budget)
+        if result.report.bubble_rate <= published + ROUNDING:
+            break
     assert result.report.bubble_rate <= published + ROUNDING
 
 
 def test_the_optimum_is_found_and_proven() -> None:
     """1.5B, p=8, m=24 within 2 p M_B: the last rank does all forwards and input gradients without a wait."""
-    setting = settings()[0]
-    assert found(setting, 2, "loop", time_budget=12.0).gap == pytest.approx(0, abs=1e-9)
+    assert found(settings()[0], 2, "loop", time_budget=40.0).gap == pytest.approx(0, abs=1e-9)
 
 
 def test_a_v_within_the_memory_of_1f1b() -> None:
-    assert found(settings()[0], 1, "v", time_budget=1.0).report.bubble_rate <= 0.0703 + ROUNDING
+    assert found(settings()[0], 1, "v", time_budget=5.0).report.bubble_rate <= 0.0703 + ROUNDING
