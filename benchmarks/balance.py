@@ -29,7 +29,8 @@ from pipecut.measurement.walk import example_values
 from pipecut.pipe_ir.traced import TracedModel
 from pipecut.split.automatic import balanced_cut
 from pipecut.split.balance import Blocks, Shared, balance
-from pipecut.split.chain import Chain, chain_of
+from pipecut.split.chain import Chain
+from pipecut.split.chain_maker import chain_of
 from pipecut.split.costs.machine import Machine
 from pipecut.split.cut import cut_model
 from pipecut.split.points import SplitPlan

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from ..errors import SplitError
 from ..pipe_ir.traced import TracedModel
 from ..split.automatic import BalancedCut, balanced_cut, same_cuts, warn_of_a_giant
-from ..split.chain import Chain, chain_of
+from ..split.chain import Chain
+from ..split.chain_maker import chain_of
 from ..split.points import SplitPlan
 from .chain import measured_chain
 from .refinement import refined_cut

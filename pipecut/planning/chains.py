@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ..measurement.chain import measured_chain
 from ..measurement.link import measure_link
 from ..pipe_ir.traced import TracedModel
-from ..split.chain import Chain, chain_of
+from ..split.chain import Chain
+from ..split.chain_maker import chain_of
 from ..split.costs.machine import Machine
 from ..split.costs.times import Times, mean_of
 from .together import on_all_ranks

@@ -11,7 +11,7 @@ from ..api import cut_where
 from ..errors import SplitError
 from ..pipe import Pipe
 from ..pipe_ir.traced import TracedModel
-from ..split.chain import chain_of
+from ..split.chain_maker import chain_of
 from ..split.points import SplitPlan
 
 

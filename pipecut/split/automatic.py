@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..errors import PipeWarning, SplitError
 from ..pipe_ir.traced import TracedModel
 from .balance import Balance, balance
-from .chain import Chain, allowed_places
+from .chain import Chain
+from .places import allowed_places
 from .points import SplitPlan
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
@@ -41,7 +42,7 @@ def balanced_cut(
 
     >>> import torch
     >>> from pipecut import pipeline
-    >>> from pipecut.split.chain import chain_of
+    >>> from pipecut.split.chain_maker import chain_of
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     >>> found = balanced_cut(chain_of(pipeline(model, (torch.ones(2, 64),)).traced), 2)
     >>> [cut.label for cut in found.plan.cuts], found.balance.cuts

@@ -18,7 +18,7 @@ from pipecut.measurement.rehearsal import Rehearsal, StageTimes
 from pipecut.measurement.walk import example_values
 from pipecut.planning.deferral import stages_that_hold
 from pipecut.schedule import simulate
-from pipecut.split.chain import chain_of
+from pipecut.split.chain_maker import chain_of
 from pipecut.split.costs.times import Times
 from pipecut.stage.backward import StageWeights
 

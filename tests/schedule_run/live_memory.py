@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def live_tensors() -> list[Tensor]:
-    """All tensors that a Python object stands for, whoever holds it, except for those from before `without_collector`."""
+    """All tensors that a Python object stands for, whoever holds it; not those from before `without_collector`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects warn when they are looked at
         return [value for value in gc.get_objects() if issubclass(type(value), Tensor)]

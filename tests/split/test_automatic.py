@@ -17,7 +17,7 @@ from pipecut.measurement.chain import measured_chain
 from pipecut.measurement.refinement import refined_cut
 from pipecut.measurement.stage_times import Run
 from pipecut.split.automatic import balanced_cut
-from pipecut.split.chain import chain_of
+from pipecut.split.chain_maker import chain_of
 
 
 class Residual(nn.Module):

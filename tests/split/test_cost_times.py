@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipeError, pipeline
-from pipecut.split.chain import Chain, chain_of
+from pipecut.split.chain import Chain
+from pipecut.split.chain_maker import chain_of
 from pipecut.split.costs.machine import Machine
 from pipecut.split.costs.step_cost import CostFinder
 from pipecut.split.costs.times import ACCUMULATED, StepTimes, Times
