@@ -16,7 +16,7 @@ from ..split.balance import TooLittleMemoryError
 from ..split.chain import Chain, StageCost
 from ..split.costs.machine import Machine
 from .choices import Choice, in_flight
-from .deferral import split_times, stages_that_hold
+from .deferral import pending_bytes, split_times, stages_that_hold
 
 ROUNDS = 4
 
@@ -114,7 +114,7 @@ def _cut_once(
             size + max(whole[stage] for stage in held)
             for size, held in zip(kept, plan.placement.stages_of, strict=True)
         ]
-        stages = tuple(replace(stage, saved_bytes=stage.received) for stage in stages)
+        stages = tuple(replace(stage, saved_bytes=stage.received + stage.sent) for stage in stages)
     speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
     costs = costs_of(stages, stages_that_hold(cut.chain, cut.balance.cuts), speed_of, chain.machine)
     working = [max(stages[stage].working_bytes for stage in held) for held in plan.placement.stages_of]
@@ -132,11 +132,11 @@ def _activations(chain: Chain, cut: BalancedCut) -> list[float]:
 def costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
     """The costs of stages as the simulator takes them: seconds and bytes.
 
-    Where gradients are `held`, the first half of a split backward makes those of the weights too, and frees the
-    activations; the second half adds them to the sums.
+    Where gradients are `held`, the first half of a split backward makes those of the weights too; the second half adds
+    them to the sums. Where they are put off, what they will be made of stays in between.
     """
     times = [split_times(stage, holds, machine) for stage, holds in zip(stages, held, strict=True)]
-    kept = [stage.trained_bytes if holds else stage.saved_bytes for stage, holds in zip(stages, held, strict=True)]
+    kept = [pending_bytes(stage, holds) for stage, holds in zip(stages, held, strict=True)]
     return Costs(
         forward=[each.forward / speed for each, speed in zip(times, speeds, strict=True)],
         backward_input=[each.backward_input / speed for each, speed in zip(times, speeds, strict=True)],

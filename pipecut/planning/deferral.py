@@ -45,5 +45,13 @@ def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:
     return Times(stage.times.forward, stage.times.backward_input + moved, adding)
 
 
+def pending_bytes(stage: StageCost, holds: bool) -> float:
+    """What one microbatch keeps between the halves of its backward."""
+    if holds:
+        return stage.trained_bytes
+    # Where no input needs a gradient, the first half does nothing.
+    return stage.deferred_bytes if stage.times.backward_input else stage.saved_bytes
+
+
 def _on_cpu(chain: Chain) -> bool:
     return chain.traced.device.type == "cpu"

@@ -34,6 +34,7 @@ class StageCost:
     """What one stage of a cut costs, for one microbatch; `received` and `sent` are the bytes of all live values.
 
     `working_bytes` are there for a moment: the gradients that one operation's backward takes and makes.
+    `deferred_bytes` are what weight gradients that are put off need: what weights were multiplied with, and gradients.
     """
 
     times: Times
@@ -42,6 +43,7 @@ class StageCost:
     buffer_bytes: float
     saved_bytes: float
     working_bytes: float
+    deferred_bytes: float
     received: float
     sent: float
 
@@ -58,6 +60,7 @@ class Chain:
     buffers: tuple[float, ...]
     saved: tuple[float, ...]
     working: tuple[float, ...]
+    deferred: tuple[float, ...]
     shared: tuple[SharedBytes, ...]
     machine: Machine
     sizes: Mapping[str, int]
@@ -118,6 +121,7 @@ class Chain:
             buffers=sums(self.buffers, "buffer"),
             saved=sums(self.saved, "saved"),
             working=tuple(max(self.working[begin:end]) for begin, end in runs),
+            deferred=tuple(sum(self.deferred[begin:end]) for begin, end in runs),
             shared=tuple(item for item in joined if len(item.blocks) > 1),
         )
 
@@ -139,6 +143,7 @@ class Chain:
                     sum(self.buffers[begin:end]) + sum(item.buffer for item in inside),
                     sum(self.saved[begin:end]) + sum(item.saved for item in inside),
                     max(self.working[begin:end]),
+                    sum(self.deferred[begin:end]),
                     self.places[begin - 1].sent if begin else 0.0,
                     self.places[end - 1].sent if end < len(self.times) else 0.0,
                 )

@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..pipe_ir.effects import operator_name
 from ..pipe_ir.spec import Dim
 from ..pipe_ir.traced import TracedModel
 from .chain import Chain, Place, SharedBytes
-from .cost import Weights
+from .cost import FORMULAS, Weights
 from .costs.machine import Machine
 from .costs.memory_map import bytes_of
 from .costs.step_cost import CostFinder
@@ -72,6 +73,7 @@ class _ChainMaker:
             own("buffer"),
             own("saved"),
             self._working(block_of, len(times)),
+            self._deferred(block_of, len(times)),
             tuple(item for item in items if len(item.blocks) > 1),
             self.machine,
             self.sizes,
@@ -115,6 +117,22 @@ class _ChainMaker:
             size = sum(self._number(bytes_of(self.traced.steps[index])) for index in needing)
             found[block_of[step.index]] = max(found[block_of[step.index]], size)
         return tuple(found)
+
+    def _deferred(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
+        """In each block what its weights are multiplied with, each value once, and the gradients of the products."""
+        needed: list[set[int]] = [set() for _ in range(blocks)]
+        is_weight, needs_gradient = self.finder.memory.is_weight, self.finder.saved.index_needs_gradient
+        found = [0.0] * blocks
+        for step in self.operations:
+            weights = {index for index in step.refs if is_weight[index] and needs_gradient(index)}
+            if weights and operator_name(step.target) in FORMULAS:
+                block = block_of[step.index]
+                needed[block] |= {index for index in step.refs if not is_weight[index]}
+                found[block] += self._number(bytes_of(step))
+        return tuple(
+            size + sum(self._number(bytes_of(self.traced.steps[index])) for index in indices)
+            for size, indices in zip(found, needed, strict=True)
+        )
 
     def _live(self, ticks: Sequence[int]) -> list[tuple[float, bool]]:
         """All values that are made before each tick and used after it, skips included: bytes, and whether any trains.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from .materialization import check_has_memory
 from .microbatch.distributed_tensor import is_distributed
 from .peer_surface import OneChunkCalls
 from .ports import Ports, ports_of
-from .replica import Replica, replica_of
+from .replica import Replica, replica_of, wrappers_in
 from .written_inputs import WrittenInputs
 
 WeightRunner = Callable[[], None]
@@ -75,7 +75,7 @@ class PipelineStage(OneChunkCalls):
         self.get_mesh = get_mesh
         self.pipe_info = pipe_info
         self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
-        self.replica: Replica = replica_of(submodule)
+        self.look_at_wrappers()
         self.flights: dict[int, Flight] = {}
         self._written_inputs = WrittenInputs(stage_index)
         self.submod.to(self.device)
@@ -91,6 +91,20 @@ class PipelineStage(OneChunkCalls):
     def is_last(self) -> bool:
         """Whether the model's output comes out here."""
         return self.stage_index == self.num_stages - 1
+
+    def look_at_wrappers(self) -> None:
+        """See which parts of the module are copied or sharded; a schedule does so when it is made."""
+        self.replica: Replica = replica_of(self.submod)
+        self._wrappers = wrappers_in(self.submod)
+
+    def refuse_new_wrappers(self) -> None:
+        """Gradients of what was wrapped since then would be averaged at the wrong time, or not at all."""
+        if wrappers_in(self.submod) != self._wrappers:
+            raise InputError(
+                f"the module of stage {self.stage_index} was put under DistributedDataParallel, replicate() or "
+                "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "
+                "schedule"
+            )
 
     def begin_step(self) -> None:
         """Look at the parameters, before a graph over them is alive: one that is frozen now is not among them."""
@@ -205,6 +219,9 @@ def build_stage(
 def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
     if not isinstance(submodule, nn.Module):
         raise InputError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
+    for name, value in (("stage_index", stage_index), ("num_stages", num_stages)):
+        if not isinstance(value, SupportsIndex):
+            raise InputError(f"{name} is a whole number, got {value!r} ({type(value).__name__}): give an int")
     if not 0 <= stage_index < num_stages:
         raise InputError(
             f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"

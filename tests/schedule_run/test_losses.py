@@ -41,6 +41,25 @@ def test_a_sum_without_scaling(name: str) -> None:
     assert_trains_as_uncut(schedule, problem, times=3)
 
 
+def test_scaling_may_be_switched_between_steps() -> None:
+    """It was read once, by the first step."""
+    problem = chain_problem(3, samples=8, loss_fn=squares)
+    schedule = PlannedSchedule(
+        stages_of_chain(problem.model), plan_for("1F1B", ranks=3, microbatches=4), squares, scale_grads=False
+    )
+    assert_trains_as_uncut(schedule, problem, times=1)
+    schedule.scale_grads = True
+    model = problem.model
+    model.zero_grad(set_to_none=True)
+    schedule.step(*problem.args, target=problem.target)
+    found = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    for x, y in zip(problem.args[0].chunk(4), problem.target.chunk(4), strict=True):
+        (squares(model(x), y) / 4).backward()
+    for name, expected in gradients_of(model).items():
+        torch.testing.assert_close(found[name], expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_microbatches_of_different_sizes_weigh_as_many_samples_as_they_have() -> None:
     problem = chain_problem(2, samples=8)
     plan = plan_for("1F1B", ranks=2, microbatches=3)

@@ -129,7 +129,7 @@ class PipelineSchedule(PeerSurface):
             self.pp_group_size = plan.ranks
             if all(map(is_complete, self.stages)):
                 self._use(plan)
-        self._runners: dict[bool, Runner] = {}
+        self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
         self._last_runner: Runner | None = None
         self._custom: dict[Op, CustomFunction] = {}
         self._losses = Losses()
@@ -137,6 +137,8 @@ class PipelineSchedule(PeerSurface):
 
     def _use(self, plan: Plan) -> None:
         """Get ready to run a plan: the first one, or another than before."""
+        for stage in self.stages:
+            stage.look_at_wrappers()
         declared = declared_ties(self._given_ties, self.stages)
         self.ties = declared if self.info is None else ties_of_pipe(self.info)
         dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
@@ -242,6 +244,8 @@ class PipelineSchedule(PeerSurface):
                 )
             if losses is not None and not isinstance(losses, list):
                 raise LossesError(f"losses must be a list, which is filled; got {type(losses).__name__}")
+            for stage in self.stages:
+                stage.refuse_new_wrappers()
             runner = self._runner(given.training)
             batches = self._batches.make(given)
         except Exception as error:
@@ -273,7 +277,8 @@ class PipelineSchedule(PeerSurface):
             raise self._connection.failed(error, END) from error
 
     def _runner(self, training: bool) -> Runner:
-        if training not in self._runners:
+        key = training, self.scale_grads
+        if key not in self._runners:
             plan = self.plan if training else forward_part(self.plan)
             parts = Assembly(
                 self.info,
@@ -286,8 +291,8 @@ class PipelineSchedule(PeerSurface):
                 random_numbers=self.random_numbers,
                 schedule=weakref.ref(self),
             )
-            self._runners[training] = parts.runner(plan)
-        return self._runners[training]
+            self._runners[key] = parts.runner(plan)
+        return self._runners[key]
 
 
 def _refuse_incomplete(stages: Sequence[PipelineStage]) -> None:

@@ -104,6 +104,12 @@ def replica_of(module: nn.Module) -> Replica:
     return Alone()
 
 
+def wrappers_in(module: nn.Module) -> frozenset[int]:
+    """The parts of a module that are copied or sharded, by identity."""
+    copies = (part for part in module.modules() if any(True for _ in _copied(part)))
+    return frozenset(map(id, (*copies, *_sharded_parts(module))))
+
+
 def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
     """Copies of a stage are in other pipelines. Within its own, each rank has other stages, which must not be mixed."""
     own = set(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}
