@@ -19,6 +19,9 @@ from .costs.times import StepTimes, Times
 from .places import allowed_places, with_work_between
 
 
+NUMBERS = ("aten::item", "aten::_local_scalar_dense")
+
+
 def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping[str, int] | None = None) -> Chain:
     """The chain of a traced model at given sizes of its symbolic dims, those of the example if left out.
 
@@ -154,13 +157,22 @@ class _ChainMaker:
         return [(max(size, 0.0), count > 0) for size, count in totals]
 
     def _sendable(self, places: list[Place]) -> list[Place]:
-        """Places that nothing crosses whose size depends on the data: no other stage could know it beforehand."""
+        """Places that nothing crosses which no other stage could get: sizes and numbers that depend on the data."""
+        numbers = self._numbers_from_data()
         spans = [
             (step.tick, last)
             for step, last in ((self.traced.steps[index], last) for index, last in self._last_uses().items())
-            if step.spec is not None and step.spec.symbols - self.traced.dims.keys()
+            if step.index in numbers or (step.spec is not None and step.spec.symbols - self.traced.dims.keys())
         ]
         return [place for place in places if not any(made < place.cut.tick <= last for made, last in spans)]
+
+    def _numbers_from_data(self) -> set[int]:
+        """Numbers that were taken out of a tensor, and those made of them."""
+        found: set[int] = set()
+        for step in self.operations:
+            if operator_name(step.target) in NUMBERS or (step.spec is None and not found.isdisjoint(step.refs)):
+                found.add(step.index)
+        return found
 
     def _last_uses(self) -> dict[int, int]:
         """The tick of the last operation that uses each value."""

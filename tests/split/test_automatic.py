@@ -246,3 +246,23 @@ def test_no_cut_where_a_size_that_depends_on_the_data_would_cross(cost: Any) -> 
         pipe = pipeline(DependsOnData(), (torch.randn(4, 16),), num_stages=2, cost=cost)
     names = {name.rpartition(".")[0] for name, _ in pipe.stages[0].named_parameters()}
     assert names == {"layers.0", "layers.1", "layers.2"}
+
+
+class NumberFromData(nn.Module):
+    """A number out of a tensor, used up to layer 4 of 6: only tensors go to another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = x.abs().sum().item()
+        for index, layer in enumerate(self.layers):
+            x = layer(x) * (number * 2) if index == 4 else layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:what lies between")
+def test_no_cut_where_a_number_from_the_data_would_cross() -> None:
+    pipe = pipeline(NumberFromData(), (torch.randn(4, 16),), num_stages=2)
+    assert {name.split(".")[1] for name, _ in pipe.stages[1].named_parameters()} == {"5"}
