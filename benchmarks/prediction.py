@@ -143,21 +143,22 @@ def _pairs(predicted: dict[str, float], executed: dict[str, float]) -> list[Goal
 def _show_memory(load: Load) -> None:
     """The most memory of each rank: parameters, gradients, what Adam keeps, and activations."""
     rows, goals = [], []
-    for name in TRAINING:
-        predicted, executed = zip(*pipecut.launch(_memory, load.ranks, load, name), strict=True)
+    for name, recompute in itertools.product(TRAINING, (False, True)):
+        predicted, executed = zip(*pipecut.launch(_memory, load.ranks, load, name, recompute), strict=True)
         off = max(abs(seen / said - 1) for said, seen in zip(predicted, executed, strict=True))
         texts = [", ".join(f"{size / 2**20:.1f}" for size in sizes) for sizes in (predicted, executed)]
-        rows.append([name, *texts, f"{off:.3f}"])
-        goals.append(Goal(f"{name}: memory off by", off, 0.15))
-    show_table(f"memory of ranks: {load.title}", ["schedule", "predicted, MB", "executed, MB", "off by"], rows)
+        rows.append([name, "yes" if recompute else "no", *texts, f"{off:.3f}"])
+        goals.append(Goal(f"{name}{', recomputed' if recompute else ''}: memory off by", off, 0.15))
+    columns = ["schedule", "recompute", "predicted, MB", "executed, MB", "off by"]
+    show_table(f"memory of ranks: {load.title}", columns, rows)
     show_goals(goals)
 
 
-def _memory(load: Load, name: str) -> tuple[float, float]:
+def _memory(load: Load, name: str, recompute: bool) -> tuple[float, float]:
     """What each rank does: predicted and seen bytes, at the most."""
     planned = pipecut.plan(
         load.model(), torch.ones(MICROBATCH, load.width), ranks=load.ranks, batch=BATCH, microbatch=MICROBATCH,
-        schedules=[name], recompute=False, time_budget=0.0, machine=pipecut.Machine.nominal("cpu"),
+        schedules=[name], recompute=recompute, time_budget=0.0, machine=pipecut.Machine.nominal("cpu"),
     )  # fmt: skip
     schedule = planned.build(dist.get_rank(), loss_fn=nn.functional.mse_loss)
     parameters = [parameter for stage in schedule.stages for parameter in stage.submod.parameters()]

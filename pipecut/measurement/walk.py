@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..pipe_ir.inputs import bind_inputs
 from ..pipe_ir.pipe import Pipe
 from ..pipe_ir.traced import TracedModel
@@ -37,6 +38,12 @@ def example_values(
 def _resized(value: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, size in enumerate(shape):
         if value.shape[dim] != size:
+            if value.shape[dim] == 0:
+                raise InputError(
+                    f"an input of the example has the shape {tuple(value.shape)}: it has nothing that could be "
+                    f"repeated to the {size} along dim {dim} that a measured run takes; pass an example with a sample "
+                    "at least"
+                )
             rows = torch.arange(size, device=value.device) % value.shape[dim]
             value = value.detach().index_select(dim, rows).requires_grad_(value.requires_grad)
     return value

@@ -86,7 +86,9 @@ def make_candidate(
         try:
             found = _cut_once(choice, chain, ranks, speeds, room)
         except TooLittleMemoryError as error:
-            raise TooLittleMemoryError(str(error), error.needed + max(chain.working)) from error
+            assert room is not None  # by construction: without limits nothing is too large
+            needed = _needed(choice, chain, ranks, speeds, room, error.needed)
+            raise TooLittleMemoryError(str(error), needed) from error
         if limits is None or room is None:
             break
         over = [max(0.0, needed - limit) for needed, limit in zip(found.memory, limits, strict=True)]
@@ -94,6 +96,19 @@ def make_candidate(
             break
         room = [max(1.0, left - more) for left, more in zip(room, over, strict=True)]
     return found
+
+
+def _needed(
+    choice: Choice,
+    chain: Chain,
+    ranks: int,
+    speeds: Sequence[float] | None,
+    room: Sequence[float],
+    least: float,
+) -> float:
+    """What a rank needs in all, with what is there for a while only, if the rest of it needs the least."""
+    factor = least / max(room) * (1 + 1e-6)
+    return max(_cut_once(choice, chain, ranks, speeds, [limit * factor for limit in room]).memory)
 
 
 def _cut_once(
@@ -116,7 +131,10 @@ def _cut_once(
         ]
         stages = tuple(replace(stage, saved_bytes=stage.received + stage.sent) for stage in stages)
     speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
-    costs = costs_of(stages, stages_that_hold(cut.chain, cut.balance.cuts), speed_of, chain.machine)
+    held = stages_that_hold(cut.chain, cut.balance.cuts)
+    if choice.recompute:  # what is computed again is not there any more when the second half would need it
+        held = [stage.times.backward_input > 0 for stage in stages]
+    costs = costs_of(stages, held, speed_of, chain.machine)
     working = [max(stages[stage].working_bytes for stage in held) for held in plan.placement.stages_of]
     kept = [size + more for size, more in zip(kept, working, strict=True)]
     return Candidate(choice, cut, simulate(plan, costs), tuple(kept))

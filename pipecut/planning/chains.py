@@ -16,7 +16,7 @@ from ..split.chain import Chain
 from ..split.chain_maker import chain_of
 from ..split.costs.machine import Machine
 from ..split.costs.times import Times, mean_of
-from .together import on_all_ranks
+from .together import on_all_ranks, on_each_rank
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,10 @@ class Pricing:
         """What was given, or this machine; with the link between the ranks of a group."""
         if self.machine is not None:
             return self.machine
-        dtypes = {parameter.dtype for parameter in traced.model.parameters()}
         group = self.group
+        found = on_each_rank(group, lambda: _measured_machine(traced))
         if group is None:
-            return Machine.measure(traced.device, dtypes)
-        dist.barrier(group)
-        found = Machine.measure(traced.device, dtypes)
+            return found
         links = [link for link in on_all_ranks(group, lambda: measure_link(group, _device(group, traced))) if link]
         if not links:
             return found
@@ -54,21 +52,30 @@ class Pricing:
     ) -> dict[int, Chain]:
         """The chains, by size."""
         machine = self.machine_of(traced)
-        chains = {size: chain_of(traced, machine, {**traced.hints, "batch": size}) for size in sizes}
+
+        def computed() -> tuple[Chain, dict[int, Chain]]:
+            by_size = {size: chain_of(traced, machine, {**traced.hints, "batch": size}) for size in sizes}
+            return chain_of(traced, machine), by_size
+
+        example, chains = on_each_rank(self.group, computed)
         if not self.measured:
             return chains
-        tell("measuring the parts of the model")
-        example = chain_of(traced, machine)
 
         def times() -> list[Times]:
+            tell("measuring the parts of the model")
             return list(measured_chain(example, args, kwargs, stages=2 * self.ranks).times)
 
-        seen = times() if self.group is None else [*map(mean_of, zip(*on_all_ranks(self.group, times), strict=True))]
+        found = on_all_ranks(self.group, times)
+        seen = [mean_of(copies) for copies in zip(*found, strict=True)]
         # Other sizes than the example's are computed, each block as much off as it was at the example's.
         return {
             size: chain.with_times([_scaled(*each) for each in zip(chain.times, seen, example.times, strict=True)])
             for size, chain in chains.items()
         }
+
+
+def _measured_machine(traced: TracedModel) -> Machine:
+    return Machine.measure(traced.device, {parameter.dtype for parameter in traced.model.parameters()})
 
 
 def _scaled(times: Times, seen: Times, said: Times) -> Times:

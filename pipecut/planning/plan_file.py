@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, PipeError
 from ..schedule.costs import Costs
 from ..schedule.link import Link
 from ..schedule.plan import Plan
@@ -55,32 +58,35 @@ def read_plan(path: Path, source: tuple[nn.Module, tuple[Any, ...], dict[str, An
     """Read a plan, and check that it is one, and one for this model."""
     content = _checked(path)
     try:
-        return _plan_of(path, content, source)
-    except (KeyError, TypeError, IndexError) as error:
+        plan = _plan_of(content, source)
+    except (PipeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(
             f"{path} is damaged ({type(error).__name__}: {error}): make the plan again with pipecut.plan()"
         ) from error
-
-
-def _plan_of(
-    path: Path, content: dict[str, Any], source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-) -> TrainingPlan:
-    model = source[0]
-    made_for = content["model"]
-    if fingerprint(model) != made_for["fingerprint"]:
+    if fingerprint(source[0]) != plan.fingerprint:
         raise InputError(
-            f"{path} was made for a {made_for['class']} with other parameters than this {type(model).__name__} has: "
+            f"{path} was made for a {plan.model_name} with other parameters than this {type(source[0]).__name__} has: "
             "make a plan for it with pipecut.plan()"
         )
-    scheduled, costs = content["schedule"], content["costs"]
+    return plan
+
+
+def _plan_of(content: dict[str, Any], source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> TrainingPlan:
+    made_for, scheduled, costs = content["model"], content["schedule"], content["costs"]
     plan = Plan.from_actions(
         scheduled["actions"], name=scheduled["name"], placement=scheduled["rank of each stage"]
     ).validate()
+    for name, check in CHECKS.items():
+        if not check.holds(content[name], plan):
+            raise InputError(f"{name!r} is {content[name]!r} and not {check.what}")
+    batch, microbatch = content["batch"], content["microbatch"]
+    if -(-batch // microbatch) != plan.microbatches:
+        raise InputError(f"{batch} samples in microbatches of {microbatch} are not the schedule's {plan.microbatches}")
     return TrainingPlan(
         model_name=made_for["class"],
         fingerprint=made_for["fingerprint"],
-        batch=content["batch"],
-        microbatch=content["microbatch"],
+        batch=batch,
+        microbatch=microbatch,
         recompute=content["recompute"],
         cuts=tuple(content["cuts"]),
         report=simulate(
@@ -95,6 +101,39 @@ def _plan_of(
         memory=tuple(content["memory"]),
         source=source,
     )
+
+
+@dataclass(frozen=True)
+class Check:
+    """What an entry of a file must be, in words and as a test of the entry with the plan of its schedule."""
+
+    what: str
+    holds: Callable[[Any, Plan], bool]
+
+
+def _is_count(value: Any, plan: Plan) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _are_cuts(value: Any, plan: Plan) -> bool:
+    return isinstance(value, list) and len(value) == plan.stages - 1 and all(isinstance(each, str) for each in value)
+
+
+def _are_sizes(value: Any, plan: Plan) -> bool:
+    return isinstance(value, list) and len(value) == plan.ranks and all(map(_is_size, value))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+CHECKS = {
+    "batch": Check("a number of samples", _is_count),
+    "microbatch": Check("a number of samples", _is_count),
+    "recompute": Check("true or false", lambda value, plan: isinstance(value, bool)),
+    "cuts": Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
+    "memory": Check("a list with the bytes of each rank", _are_sizes),
+}
 
 
 def _checked(path: Path) -> dict[str, Any]:

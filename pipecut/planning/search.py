@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..pipe_ir.traced import TracedModel
 from ..pipe_ir.tracer import ModelTracer
 from ..split.costs.machine import Machine
-from ..split.state import written_state
 from .chains import Pricing
-from .choices import all_choices, check_request, known_schedules, microbatch_sizes
+from .choices import all_choices, check_request, known_schedules
+from .facts import facts_of
 from .memory_size import Memory, read_memory
+from .prepared import Prepared, check_measurable, may_recompute, sizes_of
 from .ranking import Ranking
 from .rehearse import rehearse
-from .together import check_group, on_first_rank
+from .together import check_alike, check_member, on_each_rank, on_first_rank
 from .training_plan import TrainingPlan, fingerprint
-
-Result = TypeVar("Result")
 
 
 def plan(
@@ -58,34 +55,35 @@ def plan(
     >>> found.ranks, found.schedule_plan.stages, found.microbatch * found.microbatches
     (2, 2, 16)
     """
-    check_request(ranks, batch, recompute, time_budget, speeds, cost)
-    names = known_schedules(schedules)
-    limits = read_memory(memory, ranks)
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
-    source = (model, args, dict(kwargs or {}))
-    facts = {"the model": fingerprint(model), "ranks": ranks, "batch": batch, "microbatch": microbatch, "cost": cost}
-    facts |= {"machine": str(machine)}
-    check_group(group, facts)
+    check_member(group)
     tell = progress or (lambda text: None)
-    tell("tracing the model")
-    traced = ModelTracer("auto", *source).trace()
-    sizes = _sizes(traced, microbatch, batch, ranks)
-    choices = [*all_choices(names, sizes, batch, _recompute(traced, recompute))]
-    chains = Pricing(machine, cost == "measured", ranks, group).chains(traced, sizes, *source[1:], tell)
 
-    ranking = Ranking(choices, chains, ranks, speeds, limits, tell)
+    def prepare() -> Prepared:
+        check_request(ranks, batch, recompute, time_budget, speeds, cost)
+        if cost == "measured":
+            check_measurable(ranks, group)
+        names, limits = known_schedules(schedules), read_memory(memory, ranks)
+        source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
+        tell("tracing the model")
+        traced = ModelTracer("auto", *source).trace()
+        sizes = sizes_of(traced, microbatch, batch, ranks)
+        choices = all_choices(names, sizes, batch, may_recompute(traced, recompute))
+        return Prepared(source, traced, sizes, [*choices], limits)
 
-    def first(call: Callable[[], Result]) -> Result:
-        return call() if group is None else on_first_rank(group, call)
-
-    best_cuts = first(ranking.find)
+    ready = on_each_rank(group, prepare)
+    example = ready.source[1:]
+    asked: dict[str, object] = {"ranks": ranks, "batch": batch, "cost": cost, "schedules": schedules}
+    asked |= {"memory": ready.limits, "microbatch": ready.sizes, "recompute": recompute, "speeds": speeds}
+    asked |= {"time_budget": time_budget, "machine": machine}
+    check_alike(group, lambda: facts_of(asked, ready.traced, ready.source))
+    pricing = Pricing(machine, cost == "measured", ranks, group)
+    chains = pricing.chains(ready.traced, ready.sizes, *example, tell)
+    ranking = Ranking(ready.choices, chains, ranks, speeds, ready.limits, tell)
+    best_cuts = on_first_rank(group, ranking.find)
     if cost == "measured":
-        times = []
-        for each in best_cuts:
-            tell(f"running the stages of {each.choice.schedule}")
-            times.append(rehearse(each, traced, *source[1:], group))
-        first(lambda: ranking.rehearsed(times, speeds if group is None else None))
-    best = first(lambda: ranking.winner(time_budget))
+        times = [rehearse(each, ready.traced, *example, group, tell) for each in best_cuts]
+        on_first_rank(group, lambda: ranking.rehearsed(times, speeds if group is None else None))
+    best = on_first_rank(group, lambda: ranking.winner(time_budget))
     return TrainingPlan(
         model_name=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -96,44 +94,5 @@ def plan(
         report=best.report,
         memory=best.memory,
         alternatives=best.alternatives,
-        source=source,
+        source=ready.source,
     )
-
-
-def _sizes(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
-    fixed = traced.hints.get("batch")
-    if "batch" not in {str(symbol) for symbol in traced.dims}:
-        example = next((entry.spec for entry in traced.inputs if entry.spec is not None and entry.spec.shape), None)
-        size = int(example.shape[0]) if example is not None else fixed or 1
-        if microbatch not in (None, size):
-            raise InputError(
-                f"microbatch={microbatch!r}: the trace holds for microbatches of {size} samples only, as in the example"
-            )
-        if batch % size:
-            raise InputError(
-                f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is no multiple of "
-                "that: pass an example of another size"
-            )
-        return [size]
-    if microbatch is None:
-        return microbatch_sizes(batch, ranks)
-    given = (
-        [microbatch] if isinstance(microbatch, int) else list(microbatch) if isinstance(microbatch, Sequence) else []
-    )
-    wrong = [size for size in given if type(size) is not int or size < 1 or size > batch]
-    if wrong or not given:
-        raise InputError(f"microbatch={microbatch!r}: give sizes from 1 to the batch, {batch}")
-    return given
-
-
-def _recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
-    """Whether activations may be computed again: not where a forward changes buffers, which it would do twice."""
-    written = sorted(written_state(traced))
-    if written and recompute is True:
-        raise InputError(
-            f"recompute=True runs forwards twice, and this model's forward changes {written[0]!r}: it would be changed "
-            "twice; put the model in evaluation mode, or leave recompute at 'auto'"
-        )
-    if recompute == "auto":
-        return (False,) if written else (False, True)
-    return (bool(recompute),)

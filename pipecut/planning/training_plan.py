@@ -18,7 +18,7 @@ from ..schedule.plan import Plan
 from ..schedule.report import Report
 from ..schedule.run.schedules import PlannedSchedule
 from .candidate import Candidate
-from .checkpointed import checkpoint_stage
+from .checkpointed import check_runs_twice, checkpoint_stage
 from .choices import Choice
 from .cut_again import cut_at_labels
 from .plan_table import plan_table
@@ -104,6 +104,7 @@ class TrainingPlan:
         held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
         stages = [pipe.build_stage(index, device, group) for index in held]
         if self.recompute:
+            check_runs_twice(pipe.traced)
             for stage in stages:
                 checkpoint_stage(stage)
         return PlannedSchedule(stages, self.schedule_plan, loss_fn, **options)

@@ -18,7 +18,6 @@ from .costs.step_cost import CostFinder
 from .costs.times import StepTimes, Times
 from .places import allowed_places, with_work_between
 
-
 NUMBERS = ("aten::item", "aten::_local_scalar_dense")
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ..errors import SplitError
+from ..pipe_ir.effects import operator_name
 from ..pipe_ir.pipe import TiedParameter
-from ..pipe_ir.traced import ModuleRef, TracedModel
+from ..pipe_ir.traced import ModuleRef, Step, TracedModel
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
+
+# Operations that count as writing to their running statistics, which they do only if this argument is true: a stage may
+# be put in training mode after the trace.
+UPDATED_IF = {
+    "aten::batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::_native_batch_norm_legit": "training",
+}
 
 
 @dataclass(frozen=True)
@@ -107,8 +117,27 @@ def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
 
 
 def written_state(traced: TracedModel) -> set[str]:
-    """The names of parameters and buffers that the forward updates."""
-    memory = {traced.steps[index].storage for step in traced.steps for index in step.writes} - {None}
+    """The names of parameters and buffers that the forward updates, or may update in the other mode."""
+    return _written_by(traced, traced.steps)
+
+
+def changed_state(traced: TracedModel) -> set[str]:
+    """The names of parameters and buffers that the forward updates in the mode in which it was traced."""
+    return _written_by(traced, [step for step in traced.steps if not _only_reads_statistics(step)])
+
+
+def _only_reads_statistics(step: Step) -> bool:
+    """An operation that updates running statistics if it is told to, and was not."""
+    if not isinstance(step.target, torch._ops.OpOverload):
+        return False
+    flag = UPDATED_IF.get(operator_name(step.target))
+    names = [argument.name for argument in step.target._schema.arguments]
+    given = dict(zip(names, step.args, strict=False)) | dict(step.kwargs)
+    return flag is not None and given.get(flag) is False
+
+
+def _written_by(traced: TracedModel, steps: Sequence[Step]) -> set[str]:
+    memory = {traced.steps[index].storage for step in steps for index in step.writes} - {None}
     written = {
         name for index, names in traced.state_names.items() if traced.steps[index].storage in memory for name in names
     }

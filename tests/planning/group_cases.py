@@ -74,6 +74,92 @@ def is_not_in_the_group(rank: int, ranks: int) -> str:
     return ""
 
 
+class OtherOperations(nn.Sequential):
+    """The same parameters as without it, and one operation more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def _other_operations() -> nn.Module:
+    net = model()
+    net[2] = OtherOperations(*net[2:3])
+    return net
+
+
+def _wrapped() -> nn.Module:
+    net = model()
+    net[2] = nn.Sequential(*net[2:3])
+    return net
+
+
+def asks_for_something_else(rank: int, options: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Each rank has options of its own."""
+    options_here = {"ranks": 2, "schedules": ["1F1B"], "time_budget": 0.0} | options[rank]
+    planned(**options_here)
+
+
+def has_another_model(rank: int) -> None:
+    planned(2, _wrapped() if rank == 0 else _other_operations(), schedules=["1F1B"], cost="measured")
+
+
+def has_another_mode(rank: int, part: str | None) -> None:
+    net = model()
+    if rank:
+        (net if part is None else net.get_submodule(part)).eval()
+    planned(2, net, schedules=["1F1B"])
+
+
+def has_another_example(rank: int, widths: tuple[int, int]) -> None:
+    x = torch.ones(4 - 2 * rank, widths[rank])
+    pipecut.plan(model(), x, ranks=2, batch=BATCH, schedules=["1F1B"], time_budget=0.0, group=dist.group.WORLD)
+
+
+def has_a_progress_that_fails(rank: int, at: str) -> None:
+    def progress(text: str) -> None:
+        if rank == 1 and text.startswith(at):
+            raise RuntimeError(f"no more at {at}")
+
+    planned(2, schedules=["1F1B"], cost="measured", time_budget=0.0, progress=progress)
+
+
+def cannot_do_it(rank: int, what: str) -> None:
+    """One step of planning fails on the second rank."""
+    from pipecut.planning import chains, rehearse
+
+    places: dict[str, tuple[Any, str]] = {
+        "measure": (chains.Machine, "measure"),
+        "chain_of": (chains, "chain_of"),
+        "cut_model": (rehearse, "cut_model"),
+        "prepare": (rehearse.Rehearsal, "prepare"),
+    }
+    owner, name = places[what]
+    kept = owner.__dict__[name]
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(f"no {what}")
+
+    if rank == 1:
+        setattr(owner, name, fails)
+    try:
+        planned(2, schedules=["1F1B"], cost="measured", time_budget=0.0)
+    finally:
+        setattr(owner, name, kept)
+
+
+def is_no_group(rank: int) -> list[str]:
+    """What is said of things that are no group, and of one that is gone."""
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    said = []
+    for group in (3, "WORLD", gone):
+        try:
+            planned(2, group=group)
+        except pipecut.InputError as error:
+            said.append(str(error))
+    return said
+
+
 def fails_on_one(rank: int, ranks: int, who: int, everywhere: bool) -> None:
     assert dist.group.WORLD is not None
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pipecut
+from pipecut import PipelineStage
+from pipecut.planning.checkpointed import checkpoint_stage
 from pipecut.planning.deferral import pending_bytes, stages_that_hold
 from pipecut.split.chain_maker import chain_of
 
@@ -33,14 +35,35 @@ def test_what_a_microbatch_keeps_between_the_halves(rows: int, holds: bool, monk
     cuts = [number for number, place in enumerate(chain.places, 1) if place.depth == 0]
     cost = chain.stage_costs(cuts)[1]
     assert stages_that_hold(chain, cuts)[1] == holds
-    stage = pipe.build_stage(1, "cpu")
+    # What the stage was called with, and the gradient that came, were there before.
+    there_before = 0 if holds else 2 * x.nbytes
+    expected = pending_bytes(cost, holds) - there_before
+    assert kept_between_halves(pipe.build_stage(1, "cpu"), rows) == pytest.approx(expected, rel=0.02)
+
+
+def test_what_is_computed_again_cannot_be_put_off() -> None:
+    """The gradients of the weights are made along with those of the inputs, and held."""
+    net, x = nn.Sequential(Block(), Block(), Block()), torch.ones(512, WIDTH)
+    found = pipecut.plan(
+        net, x, ranks=3, batch=512 * 3, microbatch=512, schedules=["ZB-H1"], recompute=True, time_budget=0.0,
+        machine=pipecut.Machine.nominal("cpu"),
+    )  # fmt: skip
+    stage = found.pipe().build_stage(1, "cpu")
+    checkpoint_stage(stage)
+    kept = kept_between_halves(stage, 512)
+    freed = found.report.costs.memory_backward_weight
+    assert isinstance(freed, tuple)
+    assert kept == pytest.approx(-freed[1], rel=0.1)
+    assert kept == pytest.approx(sum(each.nbytes for each in stage.submod.parameters()), rel=0.1)
+
+
+def kept_between_halves(stage: PipelineStage, rows: int) -> float:
+    """The bytes that a forward and the first half of its backward leave, besides the gradients that are given back."""
     value, gradient = torch.randn(rows, WIDTH, requires_grad=True), torch.ones(rows, WIDTH)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         stage.forward(0, [value], {}, training=True)
         given_back = stage.backward(0, [gradient], weights=False)
-    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    kept = sum(changes) - sum(each.nbytes for each in given_back if each is not None)
-    # What the stage was called with, and the gradient that came, were there before.
-    there_before = 0 if holds else value.nbytes + gradient.nbytes
-    assert kept == pytest.approx(pending_bytes(cost, holds) - there_before, rel=0.02)
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return sum(changes) - sum(each.nbytes for each in given_back if each is not None)

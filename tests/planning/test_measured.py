@@ -142,3 +142,26 @@ def test_a_stage_whose_inputs_need_no_gradient_has_all_of_its_backward_for_the_w
     assert [stage.times.backward_input > 0 for stage in frozen] == [False, False, True]
     trained = chain_of(pipecut.pipeline(net, (x.clone().requires_grad_(),)).traced).stage_costs((1, 2))
     assert [stage.times.backward_input > 0 for stage in trained] == [True, True, True]
+
+
+def test_an_example_without_samples() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with pytest.raises(
+        pipecut.InputError,
+        match=r"an input of the example has the shape \(0, 4\): it has nothing that could be repeated to the 2 along "
+        r"dim 0 that a measured run takes; pass an example with a sample at least",
+    ):
+        pipecut.plan(net, torch.ones(0, 4), ranks=2, batch=4, microbatch=2, schedules=["1F1B"], cost="measured")
+
+
+def test_no_backward_runs_in_inference_mode() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with (
+        torch.inference_mode(),
+        pytest.raises(
+            pipecut.InputError,
+            match=r'cost="measured" runs backwards, and torch.inference_mode\(\) allows none: call plan\(\) outside of '
+            r'it, or use cost="analytic"',
+        ),
+    ):
+        pipecut.plan(net, torch.ones(2, 4), ranks=2, batch=4, schedules=["1F1B"], cost="measured")

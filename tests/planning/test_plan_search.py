@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -131,6 +132,44 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"memory": []}, "'memory' is [] and not a list with the bytes of each rank"),
+        ({"memory": ["a", "b"]}, "'memory' is ['a', 'b'] and not a list with the bytes of each rank"),
+        ({"memory": [1.0, float("nan")]}, "'memory' is [1.0, nan] and not a list with the bytes of each rank"),
+        ({"recompute": "no"}, "'recompute' is 'no' and not true or false"),
+        ({"batch": "16"}, "'batch' is '16' and not a number of samples"),
+        ({"batch": True}, "'batch' is True and not a number of samples"),
+        ({"microbatch": None}, "'microbatch' is None and not a number of samples"),
+        ({"microbatch": 0}, "'microbatch' is 0 and not a number of samples"),
+        ({"batch": 99, "microbatch": 3}, "99 samples in microbatches of 3 are not the schedule's 4"),
+        ({"cuts": []}, "'cuts' is [] and not a list with the name of each cut between the stages"),
+        ({"cuts": "a"}, "'cuts' is 'a' and not a list with the name of each cut between the stages"),
+        ({"cuts": [1]}, "'cuts' is [1] and not a list with the name of each cut between the stages"),
+        ({"model": []}, "TypeError: list indices must be integers"),
+        ({"costs": {"message_bytes": [[0, 1]]}}, "ValueError: not enough values to unpack"),
+        ({"costs": {"forward": ["a", "b"]}}, "PlanError: forward[0]='a' is no number"),
+        ({"costs": {"link": {"latency": -1, "bandwidth": 1}}}, "PlanError: latency=-1 is negative"),
+        ({"schedule": {"actions": [["x"], ["y"]]}}, "PlanError: Rank 0, step 0: 'x' is no action"),
+        ({"schedule": {"rank of each stage": [0, 7]}}, "PlanError: The placement has no rank 1"),
+    ],
+)
+def test_files_that_are_damaged(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    path = tmp_path / "plan.json"
+    planned(schedules=["1F1B"], microbatch=3).save(path)
+    content = json.loads(path.read_text())
+    for name, value in change.items():
+        content[name] = content[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        TrainingPlan.load(path, model(), torch.ones(4, 8))
+    said = str(caught.value)
+    assert said.startswith(f"{path} is damaged (")
+    assert text in said
+    assert said.endswith("): make the plan again with pipecut.plan()")
+
+
+@pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"memory": "1kB"}, PlanError, r"Nothing fits memory=1 kB on each rank: the least that would do is about \d"),
@@ -195,6 +234,57 @@ def test_the_least_memory_that_would_do_does() -> None:
     planned(schedules=["1F1B"], memory=1.001 * kilobytes * 1e3, recompute=False)
     with pytest.raises(PlanError):
         planned(schedules=["1F1B"], memory=0.98 * kilobytes * 1e3, recompute=False)
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+def test_the_least_memory_that_would_do_with_activations_computed_again(rows: int) -> None:
+    """All activations of one microbatch are there for a while, and the inputs of those in flight."""
+
+    def fits(memory: float) -> TrainingPlan:
+        return pipecut.plan(
+            model(), torch.ones(rows, 8), ranks=2, batch=4 * rows, microbatch=rows, schedules=["1F1B"],
+            recompute=True, machine=MACHINE, time_budget=0.0, memory=memory,
+        )  # fmt: skip
+
+    with pytest.raises(PlanError) as caught:
+        fits(1e3)
+    kilobytes = float(re.search(r"about ([0-9.]+) kB", str(caught.value))[1])  # type: ignore[index]
+    assert max(fits(1.001 * kilobytes * 1e3).memory) == pytest.approx(kilobytes * 1e3, rel=1e-3)
+    with pytest.raises(PlanError):
+        fits(0.98 * kilobytes * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("norm", "changed"),
+    [
+        (nn.BatchNorm1d(4), "num_batches_tracked"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "running_mean"),
+    ],
+)
+def test_a_forward_that_only_reads_its_statistics_may_run_twice(norm: nn.Module, changed: str) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), copy.deepcopy(norm)) for _ in range(4))).eval()
+    x = torch.randn(4, 4, 4)
+    options: dict[str, Any] = {"ranks": 2, "batch": 8, "schedules": ["1F1B"], "machine": MACHINE, "time_budget": 0.0}
+    found = pipecut.plan(net, x, recompute=True, **options)
+    assert found.recompute
+    assert {each.choice.recompute for each in pipecut.plan(net, x, **options).alternatives} == {False, True}
+    before = copy.deepcopy(net.state_dict())
+    y = torch.randn(8, 4, 4)
+    expected = copy.deepcopy(net)
+    nn.functional.mse_loss(expected(y), y).backward()
+    found.build(loss_fn=nn.functional.mse_loss).step(y, target=y)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(net.get_parameter(name).grad, parameter.grad, msg=lambda text, name=name: name)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    net.train()
+    with pytest.raises(
+        InputError,
+        match="this plan computes activations again, and the forward of the model, in its mode of now, changes "
+        rf"'0.1.{changed}': it would be changed twice; put the model in evaluation mode, or make "
+        "the plan again with the model in the mode in which it trains",
+    ):
+        found.build()
 
 
 def test_a_forward_that_changes_buffers_is_not_run_twice() -> None:

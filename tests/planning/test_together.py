@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Outcome, Ranks
 from tests.distributed.test_faults import assert_all_fail, outcomes
 from tests.planning import group_cases as cases
 
@@ -63,3 +66,108 @@ def test_what_fails_on_one_rank_fails_on_all(everywhere: bool) -> None:
 
 def test_a_memory_that_nothing_fits_is_an_error_on_all_ranks() -> None:
     assert_all_fail(outcomes(2, cases.finds_nothing_that_fits, 2), "PlanError", "the least that would do is about")
+
+
+def _fails_on_the_second(found: list[Outcome], error: str, text: str) -> None:
+    """The rank that fails says why, the other one says who failed, and neither waits for the other."""
+    assert (found[1].error, found[0].error) == (error, "PlanError"), found
+    assert text in found[1].text
+    assert f"Rank 1 of the group failed: {error}: {found[1].text}" == found[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"schedules": ["Nope"]}, "PlanError", "There is no schedule 'Nope' that trains"),
+        ({"memory": "much"}, "InputError", "memory='much': write it as 24GB"),
+        ({"batch": 0}, "InputError", "batch must be a whole number of at least 1, got 0"),
+        (
+            {"microbatch": cases.BATCH + 1},
+            "InputError",
+            f"microbatch={cases.BATCH + 1}: give sizes from 1 to the batch",
+        ),
+    ],
+)
+def test_a_bad_request_of_one_rank(two_ranks: Ranks, options: dict[str, Any], error: str, text: str) -> None:
+    _fails_on_the_second(two_ranks.outcomes(cases.asks_for_something_else, ({}, options)), error, text)
+
+
+def test_an_example_of_one_rank_that_does_not_run(two_ranks: Ranks) -> None:
+    found = two_ranks.outcomes(cases.has_another_example, (cases.WIDTH, cases.WIDTH + 1))
+    _fails_on_the_second(found, "TraceError", "nor does it run with them uncut")
+
+
+@pytest.mark.parametrize("at", ["tracing", "measuring", "running"])
+def test_a_progress_that_fails_on_one_rank(two_ranks: Ranks, at: str) -> None:
+    found = two_ranks.outcomes(cases.has_a_progress_that_fails, at)
+    _fails_on_the_second(found, "RuntimeError", f"no more at {at}")
+
+
+@pytest.mark.parametrize("what", ["measure", "chain_of", "cut_model", "prepare"])
+def test_a_step_that_fails_on_one_rank(two_ranks: Ranks, what: str) -> None:
+    _fails_on_the_second(two_ranks.outcomes(cases.cannot_do_it, what), "OSError", f"no {what}")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "text"),
+    [
+        ({}, {"schedules": ["GPipe"]}, "schedules is [1F1B] on this rank, and [GPipe] on rank 1"),
+        ({"memory": "1GB"}, {"memory": "1kB"}, "memory is [1000000000.0, 1000000000.0] on this rank, and [1000.0, "),
+        ({"recompute": True}, {"recompute": False}, "recompute is True on this rank, and False on rank 1"),
+        ({}, {"speeds": [1.0, 2.0]}, "speeds is None on this rank, and [1.0, 2.0] on rank 1"),
+        ({}, {"time_budget": 1.0}, "time_budget is 0.0 on this rank, and 1.0 on rank 1"),
+        ({"microbatch": 2}, {"microbatch": (2, 3)}, "microbatch is [2] on this rank, and [2, 3] on rank 1"),
+    ],
+)
+def test_ranks_that_ask_for_different_things(
+    two_ranks: Ranks, here: dict[str, Any], there: dict[str, Any], text: str
+) -> None:
+    found = two_ranks.outcomes(cases.asks_for_something_else, (here, there))
+    assert [outcome.error for outcome in found] == ["InputError"] * 2
+    assert text in found[0].text
+    assert found[0].text.endswith("of the group: give the same on all ranks")
+
+
+def test_a_list_and_a_tuple_are_the_same(two_ranks: Ranks) -> None:
+    two_ranks.run(cases.asks_for_something_else, ({"microbatch": [2, 3]}, {"microbatch": (2, 3)}))
+
+
+def test_models_with_the_same_parameters_that_compute_other_things(two_ranks: Ranks) -> None:
+    found = two_ranks.outcomes(cases.has_another_model)
+    assert [outcome.error for outcome in found] == ["InputError"] * 2
+    assert re.search(
+        r"what was traced is 24 operations \(\w+\) on this rank, and 25 operations \(\w+\) on rank 1", found[0].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [(None, "evaluation on rank 1"), ("3.wide", "evaluation in 1 modules, '3.wide' among them")],
+)
+def test_models_in_different_modes(two_ranks: Ranks, part: str | None, text: str) -> None:
+    found = two_ranks.outcomes(cases.has_another_mode, part)
+    assert [outcome.error for outcome in found] == ["InputError"] * 2
+    assert f"the mode of the model is training on this rank, and {text}" in found[0].text
+
+
+def test_examples_of_different_shapes(two_ranks: Ranks) -> None:
+    found = two_ranks.outcomes(cases.has_another_example, (cases.WIDTH, cases.WIDTH))
+    assert [outcome.error for outcome in found] == ["InputError"] * 2
+    assert "the example is (4, 8) float32 on this rank, and (2, 8) float32 on rank 1" in found[0].text
+
+
+def test_a_group_that_cannot_run_the_stages(two_ranks: Ranks) -> None:
+    options = {"ranks": 4, "cost": "measured"}
+    found = two_ranks.outcomes(cases.asks_for_something_else, (options, options))
+    assert [outcome.error for outcome in found] == ["InputError"] * 2
+    assert (
+        'plan(ranks=4, group=...): cost="measured" runs the stages of 4 ranks, and the group has 2: pass a group whose '
+        'size is a multiple of 4, a number of ranks that divides 2, or cost="analytic"'
+    ) in found[0].text
+
+
+def test_what_is_no_group(two_ranks: Ranks) -> None:
+    for number, text, gone in two_ranks.run(cases.is_no_group):
+        assert "plan(group=3): that is no process group: give torch.distributed.group.WORLD, or what" in number
+        assert "plan(group='WORLD'): that is no process group" in text
+        assert "this process is not in the group" in gone

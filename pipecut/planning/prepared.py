@@ -1,0 +1,83 @@
+"""What is there before costs are known: the trace, the sizes of microbatches, and all choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError
+from ..pipe_ir.traced import TracedModel
+from ..split.state import changed_state
+from .choices import Choice, microbatch_sizes
+from .training_plan import Source
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was found to be sound. `limits` are the bytes of each rank."""
+
+    source: Source
+    traced: TracedModel
+    sizes: Sequence[int]
+    choices: Sequence[Choice]
+    limits: Sequence[float] | None
+
+
+def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Refuse to measure where stages cannot run, forward and backward."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            'cost="measured" runs backwards, and torch.inference_mode() allows none: call plan() outside of it, or use '
+            'cost="analytic"'
+        )
+    size = ranks if group is None else dist.get_world_size(group)
+    if size % ranks:
+        raise InputError(
+            f'plan(ranks={ranks}, group=...): cost="measured" runs the stages of {ranks} ranks, and the group has '
+            f"{size}: pass a group whose size is a multiple of {ranks}, a number of ranks that divides {size}, or "
+            'cost="analytic"'
+        )
+
+
+def sizes_of(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
+    """The sizes of microbatches to try."""
+    fixed = traced.hints.get("batch")
+    if "batch" not in {str(symbol) for symbol in traced.dims}:
+        example = next((entry.spec for entry in traced.inputs if entry.spec is not None and entry.spec.shape), None)
+        size = int(example.shape[0]) if example is not None else fixed or 1
+        if microbatch not in (None, size):
+            raise InputError(
+                f"microbatch={microbatch!r}: the trace holds for microbatches of {size} samples only, as in the example"
+            )
+        if batch % size:
+            raise InputError(
+                f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is no multiple of "
+                "that: pass an example of another size"
+            )
+        return [size]
+    if microbatch is None:
+        return microbatch_sizes(batch, ranks)
+    given = (
+        [microbatch] if isinstance(microbatch, int) else list(microbatch) if isinstance(microbatch, Sequence) else []
+    )
+    wrong = [size for size in given if type(size) is not int or size < 1 or size > batch]
+    if wrong or not given:
+        raise InputError(f"microbatch={microbatch!r}: give sizes from 1 to the batch, {batch}")
+    return given
+
+
+def may_recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
+    """Whether activations may be computed again: not where a forward changes buffers, which it would do twice."""
+    changed = sorted(changed_state(traced))
+    if changed and recompute is True:
+        raise InputError(
+            f"recompute=True runs forwards twice, and this model's forward changes {changed[0]!r}: it would be changed "
+            "twice; put the model in evaluation mode, or leave recompute at 'auto'"
+        )
+    if recompute == "auto":
+        return (False,) if changed else (False, True)
+    return (bool(recompute),)
