@@ -6,6 +6,7 @@ a step a stage does them by itself, with what `set_local_fwd_input` and `set_loc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -15,18 +16,20 @@ from torch import Tensor
 
 from ..errors import PipeError
 from ..pipe_ir.structure import flatten
+from .not_called import NOT_CALLED
+from .passed_values import OnTheirWay, StageCallError, are_same
 from .replaced_attributes import ReplacedAttributes
 
 if TYPE_CHECKING:
     from .stage import Flight, PipelineStage
 
 
-class StageCallError(PipeError, AssertionError):
-    """A call of a stage is not in order. It is an AssertionError too, which code written for the peer expects."""
-
-
 class Driver(Protocol):
     """Who runs a stage during a step."""
+
+    @property
+    def batch(self) -> Any:
+        """The data of the step."""
 
     def forward_one(self, stage: int, microbatch: int) -> Any:
         """Run a forward, and return what the module returned."""
@@ -45,9 +48,11 @@ class StageMetadataError(PipeError, RuntimeError):
 _TRANSFERS = "what is sent and received is the work of the schedule's executor"
 _SHAPES = "shapes follow from the sizes of each step"
 _REPLACED = {
+    **NOT_CALLED,
     **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _TRANSFERS),
-    **dict.fromkeys(("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"), _TRANSFERS),
-    **dict.fromkeys(("_stage_meta", "inputs_meta", "get_outputs_meta", "_configure_outputs_meta"), _SHAPES),
+    **dict.fromkeys(("_stage_meta", "_user_meta", "inputs_meta", "_outputs_meta", "grads_meta"), _SHAPES),
+    **dict.fromkeys(("_inference_mode", "_fwd_outputs_for_bwd_meta"), _SHAPES),
+    "_mesh_cache": "only plain tensors go between stages: end a stage with to_local()",
     "backward_state": "what a backward has left is in stage.flights[microbatch].pending",
 }
 
@@ -58,6 +63,7 @@ class OneChunkCalls(ReplacedAttributes):
     flights: dict[int, Flight]
     group: dist.ProcessGroup | None
     driver: Driver | None = None  # while a step runs
+    stage_before: weakref.ref[PipelineStage] | None = None  # if the schedule has it in this process
     has_backward = False
     _runtime_validate = False  # True: the number of samples has to be that of input_args too; the rest always is
     _replaced = _REPLACED
@@ -140,6 +146,7 @@ class OneChunkCalls(ReplacedAttributes):
         """The forward of a microbatch: on `args` for the first stage, on what arrived for it for others."""
         stage = cast("PipelineStage", self)
         if self.driver is not None:
+            self._refuse_other_arguments(self.driver, fwd_chunk_id, args, kwargs)
             return self.driver.forward_one(stage.stage_index, fwd_chunk_id)
         if not stage.is_first:
             if fwd_chunk_id not in self._local_inputs:
@@ -161,6 +168,7 @@ class OneChunkCalls(ReplacedAttributes):
         """The backward of a microbatch: from its loss on the last stage, from what arrived for it on others."""
         stage = cast("PipelineStage", self)
         if self.driver is not None:
+            self._refuse_another_loss(self.driver, bwd_chunk_id, loss)
             self.driver.backward_one(stage.stage_index, bwd_chunk_id, weights=full_backward)
             return
         if bwd_chunk_id not in self.flights:
@@ -202,7 +210,9 @@ class OneChunkCalls(ReplacedAttributes):
         stage = cast("PipelineStage", self)
         if stage.is_first:
             raise StageCallError("set_local_fwd_input() is for stages after the first, whose input is the model's")
-        if self.driver is None:
+        if self.driver is not None:
+            self._refuse_another_input(prev_stage_outputs, mb_index)
+        else:
             values = prev_stage_outputs if isinstance(prev_stage_outputs, tuple | list) else (prev_stage_outputs,)
             self._local_inputs[mb_index] = tuple(
                 _leaf(value, value.requires_grad) if isinstance(value, Tensor) else value for value in values
@@ -214,7 +224,7 @@ class OneChunkCalls(ReplacedAttributes):
         if stage.is_first:
             raise StageCallError("get_local_bwd_output() is for stages after the first, which has nobody to give to")
         if self.driver is not None:
-            return ()
+            return OnTheirWay()
         if mb_index not in self._given_back:
             raise StageCallError(
                 f"stage {stage.stage_index} has no gradients for microbatch {mb_index}: call backward_one_chunk() first"
@@ -228,6 +238,75 @@ class OneChunkCalls(ReplacedAttributes):
             raise StageCallError("set_local_bwd_input() is for stages before the last, which begins with its loss")
         if self.driver is None:
             self._local_gradients[mb_index] = tuple(next_stage_bwd_outputs)
+        elif len(next_stage_bwd_outputs):
+            raise StageCallError(
+                f"set_local_bwd_input() of stage {stage.stage_index}, microbatch {mb_index}, got gradients, and in a "
+                "step those that the stage after made are used: pass what its get_local_bwd_output() returned, and put "
+                "a hook on a tensor to change its gradient"
+            )
+
+    # ------------------------------------------------------------------ what is passed in a step
+
+    def refuse_another_output(self, microbatch: int, output: Any) -> None:
+        """In a step, the output that a loss is asked for is the one that the forward returned."""
+        if self.driver is not None and self.driver.batch.results.get(microbatch) is not output:
+            raise StageCallError(
+                f"_maybe_compute_loss() of stage {cast('PipelineStage', self).stage_index}, microbatch {microbatch}, "
+                "got another output than forward_one_chunk() returned, and its loss is made already: change the output "
+                "in the module's forward, or in loss_fn"
+            )
+
+    def refuse_other_targets(self, microbatch: int, targets: Sequence[Any] | None) -> None:
+        """In a step, the targets that a loss is asked for are those of the step."""
+        held = None if self.driver is None else self.driver.batch.targets
+        if self.driver is None or targets is None or targets is held:
+            return
+        if held is None or not are_same(targets[microbatch], held[microbatch]):
+            raise StageCallError(
+                f"_maybe_compute_loss() of stage {cast('PipelineStage', self).stage_index}, microbatch {microbatch}, "
+                "got another target than the step has, and its loss is made already: pass context.target_mbs, and "
+                "change targets before step(), or in loss_fn"
+            )
+
+    def _refuse_other_arguments(self, driver: Driver, microbatch: int, args: Any, kwargs: Any) -> None:
+        stage, batch = cast("PipelineStage", self), driver.batch
+        own_args = tuple(batch.args[microbatch]) if batch.args else ()
+        own_kwargs = dict(batch.kwargs[microbatch]) if batch.kwargs else {}
+        # Positional arguments are read by the first stage only; keywords by every one that was cut by hand.
+        wrong = "args" if stage.is_first and not are_same(tuple(args), own_args) else ""
+        if not wrong and (stage.is_first or stage.ports is None) and not are_same(dict(kwargs or {}), own_kwargs):
+            wrong = "kwargs"
+        if wrong:
+            raise StageCallError(
+                f"forward_one_chunk() of stage {stage.stage_index}, microbatch {microbatch}, got other {wrong} than "
+                f"the microbatch has, which the executor passes to the module: pass context.{wrong[:-1]}_mbs"
+                f"[{microbatch}], and change inputs before step(), or in the module's forward"
+            )
+
+    def _refuse_another_loss(self, driver: Driver, microbatch: int, loss: Tensor | None) -> None:
+        stage, flight = cast("PipelineStage", self), self.flights.get(microbatch)
+        if loss is None or not stage.is_last or flight is None:
+            return
+        if loss is not flight.loss and loss is not driver.batch.losses.get(microbatch):
+            raise StageCallError(
+                f"backward_one_chunk() of stage {stage.stage_index}, microbatch {microbatch}, got another loss than "
+                "the one its backward begins with: pass what schedule._maybe_get_loss() returned, and change the loss "
+                "in loss_fn"
+            )
+
+    def _refuse_another_input(self, values: Any, microbatch: int) -> None:
+        stage = cast("PipelineStage", self)
+        before = None if self.stage_before is None else self.stage_before()
+        flight = None if before is None else before.flights.get(microbatch)
+        held = None if before is None or flight is None else returned(before, flight)
+        wanted = held if isinstance(held, tuple) else (held,)
+        given = tuple(values) if isinstance(values, tuple | list) else (values,)
+        if len(given) != len(wanted) or any(one is not other for one, other in zip(given, wanted, strict=True)):
+            raise StageCallError(
+                f"set_local_fwd_input() of stage {stage.stage_index}, microbatch {microbatch}, got other values than "
+                f"forward_one_chunk() of stage {stage.stage_index - 1} returned here, and in a step those are used: "
+                "pass what it returned, and change it in a module's forward"
+            )
 
     def scale_grads(self, grad_scale_factor: float) -> None:
         """Divide the gradients of the parameters."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import PipeWarning
+from pipecut import PipeError, PipeWarning
 from pipecut.compat import PipelineStage, SplitPoint, pipeline, schedules
 from pipecut.errors import InputError
 from pipecut.stage.replaced_attributes import ReplacedAttributeError
@@ -31,6 +31,44 @@ def test_attributes_of_a_schedule() -> None:
     assert schedule.number_of_rounds == 7
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "remedy"),
+    [
+        ("loss_fn", nn.functional.l1_loss, "loss_fn="),
+        ("_loss_fn", nn.functional.l1_loss, "loss_fn="),
+        ("_n_microbatches", 2, "n_microbatches="),
+        ("_stages", [], "those stages"),
+        ("_stage", None, "that stage"),
+        ("_has_backward", False, r"loss_fn=, or call eval\(\) for forwards only"),
+        ("_args_chunk_spec", (schedules.TensorChunkSpec(1),), "args_chunk_spec="),
+        ("_kwargs_chunk_spec", {"x": schedules.TensorChunkSpec(1)}, "kwargs_chunk_spec="),
+        ("_output_merge_spec", schedules.TensorChunkSpec(1), "output_merge_spec="),
+    ],
+)
+def test_attributes_of_a_schedule_that_are_settled(name: str, other: Any, remedy: str) -> None:
+    spec = (schedules.TensorChunkSpec(0),)
+    schedule: Any = schedules.ScheduleInterleaved1F1B(stages(), 4, nn.functional.mse_loss, spec, ranks=2)
+    before = getattr(schedule, name)
+    setattr(schedule, name, before)
+    setattr(schedule, name, list(before) if isinstance(before, list) else before)
+    told = f"{name} is .* and cannot be set to .*: make a schedule with {remedy}$"
+    with pytest.raises(AttributeError, match=told) as caught:
+        setattr(schedule, name, other)
+    assert isinstance(caught.value, PipeError)
+    assert getattr(schedule, name) is before
+
+
+def test_what_is_set_before_a_schedule_is_made_is_set_anew_by_its_making() -> None:
+    class Early(schedules.PipelineScheduleMulti):
+        def __init__(self, made: Any, n_microbatches: int) -> None:
+            self._n_microbatches, self._stages = n_microbatches, made
+            super().__init__(made, n_microbatches)
+
+    made = stages()
+    early = Early(made, 4)
+    assert (early._n_microbatches, early._stages) == (4, made)
+
+
 def test_attributes_of_a_stage() -> None:
     made = stages(1)
     stage = made[0]
@@ -51,6 +89,19 @@ def test_attributes_of_a_stage() -> None:
         ("args_recv_info", "what is sent and received is the work of the schedule's executor"),
         ("inputs_meta", "shapes follow from the sizes of each step"),
         ("backward_state", "what a backward has left is in stage.flights"),
+        ("forward_maybe_with_nosync", "put what it does into the forward of the stage's module"),
+        ("backward_maybe_with_nosync", "put what it does into hooks of the module"),
+        ("_retrieve_recv_activations", "what is sent and received is the work of the schedule's executor"),
+        ("_retrieve_recv_grads", "what is sent and received is the work of the schedule's executor"),
+        ("_map_tensor_from_recv_info", "what is sent and received is the work of the schedule's executor"),
+        ("_get_init_p2p_neighbors_ops", "what is sent and received is the work of the schedule's executor"),
+        ("_setup_forward_recv_info", "what is sent and received is the work of the schedule's executor"),
+        ("_check_chunk_id", "the executor checks the order of calls, and what arrives"),
+        ("_inference_mode", "shapes follow from the sizes of each step"),
+        ("_user_meta", "shapes follow from the sizes of each step"),
+        ("_fwd_outputs_for_bwd_meta", "shapes follow from the sizes of each step"),
+        ("_compute_input_grads", "put what it does into hooks of the module"),
+        ("_mesh_cache", "only plain tensors go between stages: end a stage with to_local"),
     ],
 )
 def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:
@@ -69,6 +120,8 @@ def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:
         ("_internal_losses", r"pass losses=, a list, to step\(\)"),
         ("_split_inputs", "the microbatches of a step are cut, run and merged by step"),
         ("_initialize_stages", "stages are ready when they are made"),
+        ("_stage_forward_initialized", "stages are ready when they are made"),
+        ("_should_compute_loss", "the loss is made along with the output of the last stage"),
     ],
 )
 def test_attributes_of_a_schedule_that_are_replaced(name: str, told: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from torch import Tensor
 
 from ...errors import InputError
+from ...stage.not_called import NOT_CALLED as STAGE_NOT_CALLED
+from ...stage.overrides import refuse_overrides
 from ...stage.replaced_attributes import ReplacedAttributes
 from ..action import Op
 from ..csv_file import load_csv, save_csv
@@ -19,11 +22,12 @@ from ..peer_action import PeerAction, PeerOrder, order_as_peer, order_from_peer
 from ..peer_passes import Order, defer_recv_ops, plan_of, reduce_grad, simulate, unshard_reshard, validate_schedule
 from ..placement import Placement
 from ..plan import Plan
+from .fixed_attribute import FixedAttribute
+from .not_called import NOT_CALLED, NOT_CALLED_WITH_A_NAME
 
 if TYPE_CHECKING:
     from ...stage.stage import PipelineStage
     from .executor import Executor
-    from .schedule import PipelineSchedule
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -32,21 +36,18 @@ class FormatError(InputError, NotImplementedError):
     """An order in a form that is not known. It is a NotImplementedError too, as with the peer."""
 
 
-_STEPS = "the microbatches of a step are cut, run and merged by step() and eval()"
+_READY = "stages are ready when they are made"
 _REPLACED = {
+    **NOT_CALLED,
+    **NOT_CALLED_WITH_A_NAME,
     "_comp_type_to_function_map": "call register_custom_function()",
-    "_initialize_stages": "stages are ready when they are made",
-    "_initialize_stage": "stages are ready when they are made",
-    "_initialize_pp_stages": "stages are ready when they are made",
+    **dict.fromkeys(("_stage_initialized", "_stages_initialized", "_stage_forward_initialized"), _READY),
+    **dict.fromkeys(("_stages_forward_initialized", "_stages_backward_initialized"), _READY),
     "_internal_losses": "pass losses=, a list, to step()",
-    "_update_losses": "pass losses=, a list, to step()",
-    "_compute_loss": "call loss_fn",
-    "_split_inputs": _STEPS,
-    "_merge_outputs": _STEPS,
-    "_check_inputs": _STEPS,
-    "_warmup_p2p": "connections are made by the first step",
+    "_should_compute_loss": "the loss is made along with the output of the last stage",
     "_backward_requires_autograd": "register a custom function for backwards of your own",
 }
+_MADE_WITH = "make a schedule with {}"
 
 
 class PeerSurface(ReplacedAttributes):
@@ -60,6 +61,7 @@ class PeerSurface(ReplacedAttributes):
     n_microbatches: int
     plan: Plan
     use_full_backward = True
+    schedule_name: ClassVar[str] = ""  # of schedules whose plan follows from it
     _replaced = _REPLACED
 
     def _begin_surface(self) -> None:
@@ -76,13 +78,16 @@ class PeerSurface(ReplacedAttributes):
         self.n_local_stages = len(self.stages)
         self.number_of_rounds = max(1, self.n_microbatches // max(1, self.pp_group_size))
         self.microbatches_per_round = self.n_microbatches // self.number_of_rounds
-        if type(self)._step_microbatches is not PeerSurface._step_microbatches:
-            raise InputError(
-                f"{type(self).__name__} defines _step_microbatches(), and steps are run by one executor here: set "
-                "self.pipeline_order to the actions of every rank instead, or use PlannedSchedule with a plan"
-            )
+        refuse_overrides(self, NOT_CALLED | (NOT_CALLED_WITH_A_NAME if self.schedule_name else {}))
+        self._meet_stages()
         if self._num_stages >= self.pp_group_size:
             self._set_ranks({index: index % self.pp_group_size for index in range(self._num_stages)})
+
+    def _meet_stages(self) -> None:
+        complete = {stage.stage_index: stage for stage in self.stages if is_complete(stage)}
+        for index, stage in complete.items():
+            refuse_overrides(stage, STAGE_NOT_CALLED)
+            stage.stage_before = weakref.ref(complete[index - 1]) if index - 1 in complete else None
 
     # ------------------------------------------------------------------ the order of actions
 
@@ -202,38 +207,18 @@ class PeerSurface(ReplacedAttributes):
 
     # ------------------------------------------------------------------ the rest
 
-    @property
-    def _stages(self) -> list[PipelineStage]:
-        return self.stages
-
-    @property
-    def _stage(self) -> PipelineStage:
-        return self.stages[0]
-
-    @property
-    def _n_microbatches(self) -> int:
-        return self.n_microbatches
-
-    @property
-    def _loss_fn(self) -> Any:
-        return cast("PipelineSchedule", self).loss_fn
-
-    @property
-    def _has_backward(self) -> bool:
-        """Whether there is a loss_fn; a model with a loss of its own trains without."""
-        return self._loss_fn is not None
-
-    @property
-    def _args_chunk_spec(self) -> Any:
-        return cast("PipelineSchedule", self)._specs[0]
-
-    @property
-    def _kwargs_chunk_spec(self) -> Any:
-        return cast("PipelineSchedule", self)._specs[1]
-
-    @property
-    def _output_merge_spec(self) -> Any:
-        return cast("PipelineSchedule", self)._merge_spec
+    _stages = FixedAttribute(lambda made: made.stages, _MADE_WITH.format("those stages"))
+    _stage = FixedAttribute(lambda made: made.stages[0], _MADE_WITH.format("that stage"))
+    _n_microbatches = FixedAttribute(lambda made: made.n_microbatches, _MADE_WITH.format("n_microbatches="))
+    loss_fn = FixedAttribute(lambda made: made._objective.loss_fn, _MADE_WITH.format("loss_fn="))
+    _loss_fn = FixedAttribute(lambda made: made.loss_fn, _MADE_WITH.format("loss_fn="))
+    # A model with a loss of its own trains without a loss_fn.
+    _has_backward = FixedAttribute(
+        lambda made: made.loss_fn is not None, _MADE_WITH.format("loss_fn=, or call eval() for forwards only")
+    )
+    _args_chunk_spec = FixedAttribute(lambda made: made._specs[0], _MADE_WITH.format("args_chunk_spec="))
+    _kwargs_chunk_spec = FixedAttribute(lambda made: made._specs[1], _MADE_WITH.format("kwargs_chunk_spec="))
+    _output_merge_spec = FixedAttribute(lambda made: made._merge_spec, _MADE_WITH.format("output_merge_spec="))
 
     @property
     def _executor(self) -> Executor | None:
@@ -263,7 +248,10 @@ class PeerSurface(ReplacedAttributes):
         mb_index: int,
         loss_kwargs: Any = None,
     ) -> None:
-        """Nothing: the forward of the last stage has made the loss along with its output."""
+        """Nothing, but a check: the forward of the last stage has made the loss along with its output."""
+        if stage.is_last:
+            stage.refuse_another_output(mb_index, output)
+            stage.refuse_other_targets(mb_index, target_mbs)
 
     def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> Tensor | None:
         """The loss of a microbatch whose forward is done, on the last stage."""

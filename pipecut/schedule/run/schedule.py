@@ -108,7 +108,6 @@ class PipelineSchedule(PeerSurface):
         n_microbatches: int = 1,
     ) -> None:
         self.stages = list(stages)
-        self.loss_fn = loss_fn
         self.scale_grads = scale_grads
         self.check_loss = check_loss
         self.info: PipeInfo | None = getattr(self.stages[0], "pipe_info", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -74,6 +74,8 @@ class _NamedSchedule(PipelineSchedule):
 
 
 def _checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+    if not isinstance(stages, Sequence):
+        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
     if not stages:
         raise InputError("a schedule needs the stages of this rank; got none")
     for stage in stages:
@@ -111,7 +113,7 @@ class PipelineScheduleSingle(_NamedSchedule):
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
-        stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+        stages = list(stage) if isinstance(stage, Iterable) else [stage]
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
 

@@ -77,6 +77,8 @@ def _refuse_unknown(given: dict[Path, Spec | None], structure: Structure, called
         if keys not in known:
             written = ["".join(each) for each in sorted(known) if each]
             near = did_you_mean("".join(keys), written)
+            if not written:
+                near = f" The value is not nested: give the spec itself as {called}, without a container"
             raise InputError(
                 f"{called}{''.join(keys)} says how to treat a value that is not there "
                 f"(there is {', '.join(written) or 'none'}).{near}"

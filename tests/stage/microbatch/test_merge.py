@@ -240,3 +240,10 @@ def test_a_spec_of_an_output_that_is_not_there() -> None:
         "output_merge_spec['los'] says how to treat a value that is not there (there is ['loss']). "
         "Did you mean \"['loss']\"?"
     )
+
+
+def test_a_container_of_one_spec_for_an_output_that_is_a_tensor() -> None:
+    assert refusal([tensor([1])], (TensorChunkSpec(0),)) == (
+        "output_merge_spec[0] says how to treat a value that is not there (there is none). The value is not nested: "
+        "give the spec itself as output_merge_spec, without a container"
+    )
