@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from .greedy import NEVER, TOLERANCE, Draft
 from .problem import FORWARD, INPUT, WEIGHT, Row
-from .timing import Clock, Timing
+from .timing import Clock
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Refitting:
         self.done[clock.nothing] = 0.0
         self.held = [0.0] * len(rows)
         self.limits = [limit + TOLERANCE * abs(limit) for limit in self.problem.limits]
-        self.free, self.starts = [0.0] * len(rows), [-1.0] * len(rows)
+        self.free = [0.0] * len(rows)
         self.events: list[tuple[float, int]] = []
 
     def run(self) -> Draft:
@@ -56,7 +56,10 @@ class _Refitting:
             now, rank = heappop(events)
             if free[rank] <= now:
                 self._decide(rank, now)
-        return Draft(self.rows, Timing(tuple(self.starts), tuple(free)))
+        # A rank that waited for a pass may have it earlier in this order than it was waited for.
+        timing = self.clock.times(self.rows)
+        assert timing is not None  # the order has just been gone through
+        return Draft(self.rows, timing)
 
     def _decide(self, rank: int, now: float) -> None:
         left, waiting = self.left[rank], self.waiting[rank]
@@ -80,8 +83,6 @@ class _Refitting:
     def _run(self, rank: int, number: int, now: float) -> None:
         kind, rest = divmod(number, self.block)
         end = now + self.clock.lasts[number]
-        if self.starts[rank] < 0:
-            self.starts[rank] = now
         self.rows[rank].append(number)
         self.held[rank] += self.clock.growth[number]
         self.free[rank] = end

@@ -53,6 +53,25 @@ def random_costs(draw: st.DrawFn, stages: int) -> Costs:
     )
 
 
+@pytest.mark.parametrize("objective", sorted(MEASURES))
+@pytest.mark.parametrize("limit", [36.2, 43.42])
+def test_the_time_is_that_of_the_plan(objective: str, limit: float) -> None:
+    """Refitting reported when a rank had stopped waiting, which is later than the order that it made needs."""
+    costs = Costs(
+        forward=(3.48, 4.12, 1.62, 7.3),
+        backward_input=(0.0, 6.01, 9.37, 1.0),
+        backward_weight=(2.76, 0.0, 7.56, 0.0),
+        transfer=4.4,
+        memory_forward=(7.24, 5.18, 7.22, 6.17),
+        memory_backward_input=(-2.9, -2.07, -2.89, -2.47),
+        memory_backward_weight=(-4.34, -3.11, -4.33, -3.7),
+    )
+    options = {"ranks": 2, "microbatches": 7, "costs": costs, "memory_limit": limit, "placement": "any"}
+    for seed in range(4):
+        found = search_schedule(**options, objective=objective, time_budget=0.02, seed=seed)  # type: ignore[arg-type]
+        assert MEASURES[objective](found.report) == pytest.approx(found.time, rel=1e-9)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_never_worse_than_a_fixed_schedule_that_fits(data: st.DataObject) -> None:
