@@ -22,6 +22,7 @@ from .split.hooks import (
     refuse_forgotten,
     warn_of_assigned_attributes,
 )
+from .split.memory_size import Memory
 from .split.modes import Modes, compare_modes
 from .split.partition import partition
 from .split.points import cuts_by_marks, cuts_by_spec
@@ -41,7 +42,7 @@ def pipeline(
     *,
     cost: CostName = "analytic",
     speeds: Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Memory = None,
 ) -> Pipe:
     """Cut a model into stages.
 
@@ -58,8 +59,8 @@ def pipeline(
     With `num_stages` the slowest stage is as fast as the places between modules allow, its transfers included. `cost`
     is "analytic", from the operations and bytes of the trace, the same on every rank; or "measured", from runs of its
     parts on this machine: then cut on one rank, and give its cuts to the others. `speeds` are those of the ranks, if
-    they differ, `memory_limit` the bytes of each rank or of all, for parameters, gradients, Adam's state and the
-    activations that 1F1B has in flight.
+    they differ, `memory_limit` the memory of each rank or of all, such as "24GB" or a number of bytes, for parameters,
+    gradients, Adam's state and the activations that 1F1B has in flight.
 
     A module that torch.export cannot trace, as it decides by the values of tensors or leaves torch, stays as it is,
     with a warning: the model is cut around it, and `pipe.traced.fallbacks` says why. For that a copy of the model runs

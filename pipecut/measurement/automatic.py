@@ -11,6 +11,7 @@ from ..pipe_ir.traced import TracedModel
 from ..split.automatic import BalancedCut, balanced_cut, same_cuts, warn_of_a_giant
 from ..split.chain import Chain
 from ..split.chain_maker import chain_of
+from ..split.memory_size import Memory, read_memory
 from ..split.points import SplitPlan
 from .chain import measured_chain
 from .refinement import refined_cut
@@ -24,17 +25,23 @@ class Balancing:
 
     cost: CostName = "analytic"
     speeds: Sequence[float] | None = None
-    memory_limit: float | Sequence[float] | None = None
+    memory_limit: Memory = None
 
     def check(self, num_stages: int | None) -> None:
         """Refuse what cannot be meant, before anything is traced."""
         if self.cost not in ("analytic", "measured"):
             raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
-        given = {"speeds": self.speeds, "memory_limit": self.memory_limit}
-        given["cost"] = None if self.cost == "analytic" else self.cost  # type: ignore[assignment]
+        cost = None if self.cost == "analytic" else self.cost
+        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost}
         named = [name for name, value in given.items() if value is not None]
         if named and num_stages is None:
             raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
+        if num_stages is not None:
+            self.limits(num_stages)
+
+    def limits(self, num_stages: int) -> list[float] | None:
+        """The bytes of each rank."""
+        return read_memory(self.memory_limit, num_stages, "memory_limit")
 
 
 class AutomaticCuts:
@@ -69,6 +76,6 @@ class AutomaticCuts:
             chain,
             self.num_stages,
             speeds=self.balancing.speeds,
-            memory_limit=self.balancing.memory_limit,
+            memory_limit=self.balancing.limits(self.num_stages),
             in_flight=lambda stage: self.num_stages - stage,
         )

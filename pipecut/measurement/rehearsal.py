@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import PipeError
 from ..pipe_ir.pipe import Pipe
 from ..split.costs.times import Times
 from ..stage.backward import StageWeights
@@ -32,6 +34,10 @@ class StageTimes:
     full_backward: float
 
 
+class StageFailure(PipeError):  # noqa: N818
+    """A stage does not run with what arrives at it."""
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """What is to run: a pipe, at some sizes of its symbolic dims, with activations computed again or not."""
@@ -47,7 +53,7 @@ class Rehearsal:
         device = self.pipe.traced.device
         values = example_values(self.pipe.traced, self.args, self.kwargs, device, self.sizes)
         ready: dict[int, Callable[[float], StageTimes]] = {}
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _failures_told():
             for index, module, inputs in walk(self.pipe, values, device):
                 if index in stages:
                     if self.recompute:
@@ -56,10 +62,18 @@ class Rehearsal:
                     ready[index] = functools.partial(_measure, module, list(inputs), at_once)
 
         def measure() -> dict[int, StageTimes]:
-            with torch.random.fork_rng(), torch.enable_grad():
+            with torch.random.fork_rng(), torch.enable_grad(), _failures_told():
                 return {index: run(SECONDS / len(ready)) for index, run in ready.items()}
 
         return measure
+
+
+@contextlib.contextmanager
+def _failures_told() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise StageFailure(f"{type(error).__name__}: {error}") from error
 
 
 def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: float) -> StageTimes:

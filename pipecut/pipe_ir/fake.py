@@ -10,9 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def stand_in_for_meta(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def stand_in_for_meta(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode | None = None
+) -> tuple[torch.Tensor, ...]:
     """Replace all parameters and buffers of a module tree by stand-ins; the stand-ins of the inputs."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
         made: dict[int, torch.Tensor] = {}
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):

@@ -12,11 +12,15 @@ from ..schedule.plan import Plan
 from ..schedule.report import Report
 from ..schedule.simulate import simulate
 from ..split.automatic import BalancedCut, balanced_cut
-from ..split.balance import TooLittleMemoryError
-from ..split.chain import Chain, StageCost
+from ..split.balance import TooLittleMemoryError, balance_of
+from ..split.chain import StageCost
 from ..split.costs.machine import Machine
+from ..split.memory_size import enough_bytes
 from .choices import Choice, in_flight
-from .deferral import pending_bytes, split_times, stages_that_hold
+from .deferral import pending_bytes, split_times
+from .lean_cut import faster_cut, leanest_cut
+from .rank_memory import RankMemory
+from .stages import Stages, bounds_of
 
 ROUNDS = 4
 
@@ -69,82 +73,77 @@ class Candidate:
 
 
 def make_candidate(
-    choice: Choice,
-    chain: Chain,
-    ranks: int,
-    speeds: Sequence[float] | None,
-    limits: Sequence[float] | None,
+    choice: Choice, stages: Stages, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
 ) -> Candidate:
-    """Cut for a choice, and simulate. The chain has the costs of one microbatch of its size.
+    """Cut for a choice, and simulate. The stages have the costs of one microbatch of its size.
 
-    Some memory is there for a while only: gradients that an operation's backward makes, and the activations of one
-    microbatch if they are computed again. How much that is follows from the cut, so that a cut which is too large is
-    made again with less memory.
+    What fits is decided by the leanest cut, so that more memory never fits less.
     """
-    room = limits
-    for _ in range(ROUNDS):
-        try:
-            found = _cut_once(choice, chain, ranks, speeds, room)
-        except TooLittleMemoryError as error:
-            assert room is not None  # by construction: without limits nothing is too large
-            needed = _needed(choice, chain, ranks, speeds, room, error.needed)
-            raise TooLittleMemoryError(str(error), needed) from error
-        if limits is None or room is None:
-            break
-        over = [max(0.0, needed - limit) for needed, limit in zip(found.memory, limits, strict=True)]
-        if not any(over):
-            break
-        room = [max(1.0, left - more) for left, more in zip(room, over, strict=True)]
-    return found
+    making = _Making(choice, stages, choice.plan(ranks), speeds)
+    free = making.balanced(None)
+    if limits is None or _fits(free.memory, limits):
+        return free
+    leanest = leanest_cut(making.memory, limits, stages.cuts_of(free.cut.plan))
+    needs = making.memory.needs(leanest)
+    if not _fits(needs, limits):
+        raise TooLittleMemoryError(f"needs {_needed(needs, limits)}", needs)
+    found = making.within(limits) or making.cut_at(faster_cut(making.memory, limits, speeds, leanest))
+    return min(found, making.cut_at(leanest), key=lambda each: each.step_time)
 
 
-def _needed(
-    choice: Choice,
-    chain: Chain,
-    ranks: int,
-    speeds: Sequence[float] | None,
-    room: Sequence[float],
-    least: float,
-) -> float:
-    """What a rank needs in all, with what is there for a while only, if the rest of it needs the least."""
-    factor = least / max(room) * (1 + 1e-6)
-    return max(_cut_once(choice, chain, ranks, speeds, [limit * factor for limit in room]).memory)
+class _Making:
+    """Candidates of one choice."""
+
+    def __init__(self, choice: Choice, stages: Stages, plan: Plan, speeds: Sequence[float] | None) -> None:
+        self.choice, self.stages, self.plan, self.speeds = choice, stages, plan, speeds
+        self.rank_of, self.flying = list(plan.placement.rank_of), in_flight(plan)
+        self.memory = RankMemory(plan, stages)
+
+    def balanced(self, limits: Sequence[float] | None) -> Candidate:
+        """The cut that is balanced best, under limits of what adds up over blocks."""
+        options = {"speeds": self.speeds, "memory_limit": limits, "in_flight": self.flying}
+        return self._simulated(balanced_cut(self.stages.chain, self.rank_of, **options))  # type: ignore[arg-type]
+
+    def cut_at(self, cuts: Sequence[int]) -> Candidate:
+        """The cut at some blocks."""
+        chain = self.stages.chain
+        found = balance_of(self.stages.blocks, cuts, self.rank_of, speeds=self.speeds, in_flight=self.flying)
+        return self._simulated(BalancedCut(chain.plan(cuts), found, chain))
+
+    def within(self, limits: Sequence[float]) -> Candidate | None:
+        """A balanced cut that fits with what does not add up, too: one that does not is made again with less memory."""
+        room = limits
+        for _ in range(ROUNDS):
+            try:
+                found = self.balanced(room)
+            except TooLittleMemoryError:
+                return None
+            if _fits(found.memory, limits):
+                return found
+            over = [max(0.0, needed - limit) for needed, limit in zip(found.memory, limits, strict=True)]
+            room = [max(1.0, left - more) for left, more in zip(room, over, strict=True)]
+        return None
+
+    def _simulated(self, cut: BalancedCut) -> Candidate:
+        cuts = self.stages.cuts_of(cut.plan)
+        bounds = bounds_of(cuts, self.stages.blocks.count)
+        speed_of = [1.0 if self.speeds is None else self.speeds[rank] for rank in self.rank_of]
+        costs = costs_of(
+            [self.stages.cost(*bound) for bound in bounds],
+            [self.stages.holds(*bound) for bound in bounds],
+            speed_of,
+            self.stages.chain.machine,
+        )
+        return Candidate(self.choice, cut, simulate(self.plan, costs), self.memory.kept(cuts))
 
 
-def _cut_once(
-    choice: Choice, chain: Chain, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
-) -> Candidate:
-    plan = choice.plan(ranks)
-    flying = in_flight(plan)
-    seen = _recomputing(chain) if choice.recompute else chain
-    cut = balanced_cut(seen, list(plan.placement.rank_of), speeds=speeds, memory_limit=limits, in_flight=flying)
-    stages = cut.chain.stage_costs(cut.balance.cuts)
-    kept = [
-        total - sum(flying[stage] * stages[stage].saved_bytes for stage in held)
-        for total, held in zip(cut.balance.memory, plan.placement.stages_of, strict=True)
-    ]
-    if choice.recompute:  # while one microbatch goes backward, its activations are all there
-        whole = _activations(chain, cut)
-        kept = [
-            size + max(whole[stage] for stage in held)
-            for size, held in zip(kept, plan.placement.stages_of, strict=True)
-        ]
-        stages = tuple(replace(stage, saved_bytes=stage.received + stage.sent) for stage in stages)
-    speed_of = [1.0 if speeds is None else speeds[rank] for rank in plan.placement.rank_of]
-    held = stages_that_hold(cut.chain, cut.balance.cuts)
-    if choice.recompute:  # what is computed again is not there any more when the second half would need it
-        held = [stage.times.backward_input > 0 for stage in stages]
-    costs = costs_of(stages, held, speed_of, chain.machine)
-    working = [max(stages[stage].working_bytes for stage in held) for held in plan.placement.stages_of]
-    kept = [size + more for size, more in zip(kept, working, strict=True)]
-    return Candidate(choice, cut, simulate(plan, costs), tuple(kept))
+def _fits(needs: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(need <= limit for need, limit in zip(needs, limits, strict=True))
 
 
-def _activations(chain: Chain, cut: BalancedCut) -> list[float]:
-    """The bytes that each stage of a cut keeps if nothing is computed again."""
-    numbers = {place.cut.tick: number for number, place in enumerate(chain.places, 1)}
-    again = chain.stage_costs([numbers[each.tick] for each in cut.plan.cuts])
-    return [stage.saved_bytes for stage in again]
+def _needed(needs: Sequence[float], limits: Sequence[float]) -> str:
+    rank = max(range(len(needs)), key=lambda rank: needs[rank] / limits[rank])
+    return f"{enough_bytes(needs[rank])} on rank {rank}"
 
 
 def costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
@@ -166,9 +165,3 @@ def costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence
         memory_backward_weight=[-size for size in kept],
     )
 
-
-def _recomputing(chain: Chain) -> Chain:
-    """Blocks run their forward again before their backward; a stage keeps what it receives, wherever it begins."""
-    times = [replace(each, backward_input=each.backward_input + each.forward) for each in chain.times]
-    shared = tuple(replace(item, saved=0.0) for item in chain.shared)
-    return replace(chain, times=tuple(times), saved=(0.0,) * len(chain.saved), shared=shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,8 @@ from ..schedule.registry import FAMILIES, plan_for
 # Schedules that train; which of them fit is found out.
 TRAINING = tuple(name for name in FAMILIES if name != "ForwardOnly")
 MOST_SIZES = 6
+NEAR = 0.25  # numbers of microbatches that differ by this much are as good
+SMALL_WASTE = 0.05  # an uneven division that is worse than an even one by so little is as good
 
 
 @dataclass(frozen=True)
@@ -29,27 +33,51 @@ class Choice:
 
 
 def all_choices(
-    schedules: Sequence[str], sizes: Sequence[int], batch: int, recompute: Sequence[bool]
+    schedules: Sequence[str], counts: Sequence[int], batch: int, recompute: Sequence[bool]
 ) -> Iterator[Choice]:
-    """Every combination."""
-    for size in sizes:
+    """Every combination; where the batch is not divided evenly, a microbatch counts as the largest of them."""
+    for count in counts:
         for name in schedules:
             for again in recompute:
-                yield Choice(name, size, -(-batch // size), again)
+                yield Choice(name, largest_microbatch(batch, count), count, again)
 
 
-def microbatch_sizes(batch: int, ranks: int) -> list[int]:
-    """Sizes to try: divisors of the batch that give every rank something to do, spread over their range.
+def largest_microbatch(batch: int, count: int) -> int:
+    """The samples of the largest of so many microbatches; the smallest has one less, if any has.
 
-    >>> microbatch_sizes(64, 4)
-    [1, 2, 4, 8, 16]
+    >>> largest_microbatch(10, 4)
+    3
     """
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
-    useful = [size for size in divisors if batch // size >= ranks] or [1]
-    if len(useful) <= MOST_SIZES:
-        return useful
-    steps = [round(nth * (len(useful) - 1) / (MOST_SIZES - 1)) for nth in range(MOST_SIZES)]
-    return [useful[step] for step in steps]
+    return -(-batch // count)
+
+
+def microbatch_counts(batch: int, ranks: int) -> list[int]:
+    """Numbers of microbatches to try: the ranks, twice that, four times that... up to the batch.
+
+    Near each of them one is taken that divides the batch about evenly, and that is a multiple of the ranks if possible.
+
+    >>> microbatch_counts(64, 4)
+    [4, 8, 16, 32, 64]
+    >>> microbatch_counts(251, 4)
+    [4, 8, 16, 64, 128, 251]
+    """
+    doubled = itertools.takewhile(lambda count: count < batch, (ranks * 2**power for power in itertools.count()))
+    found = sorted({_near(count, batch, ranks) for count in doubled} | {batch})
+    if len(found) <= MOST_SIZES:
+        return found
+    steps = [round(nth * (len(found) - 1) / (MOST_SIZES - 1)) for nth in range(MOST_SIZES)]
+    return [found[step] for step in steps]
+
+
+def _near(count: int, batch: int, ranks: int) -> int:
+    """The number of microbatches near one with the least waste; waste is what smaller microbatches leave idle."""
+
+    def quality(other: int) -> tuple[float, bool, int]:
+        waste = other * largest_microbatch(batch, other) / batch - 1
+        return (max(waste, SMALL_WASTE), other % ranks > 0, abs(other - count))
+
+    near = range(max(ranks, math.ceil(count * (1 - NEAR))), min(batch, math.floor(count * (1 + NEAR))) + 1)
+    return min(near, key=quality)
 
 
 def in_flight(plan: Plan) -> list[float]:

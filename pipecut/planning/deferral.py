@@ -16,24 +16,39 @@ from ..split.costs.times import ACCUMULATED, Times
 from ..stage.backward.worth import least_rows, rows_of, sizes_of
 
 
-def stages_that_hold(chain: Chain, cuts: Sequence[int]) -> list[bool]:
-    """Whether each stage makes all gradients at once: what it has to gain is little, by the rule that stages go by."""
-    weigh = Weights(chain.traced, chain.sizes)
+class DeferralRule:
+    """Whether a stage makes all gradients at once: what it has to gain is little, by the rule that stages go by."""
 
-    def empty(step: Step) -> Tensor:
-        shape = () if step.spec is None else [int(weigh.number(dim)) for dim in step.spec.shape]
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self._weigh = Weights(chain.traced, chain.sizes)
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def holds(self, begin: int, end: int) -> bool:
+        """The answer for a run of blocks."""
+        if (begin, end) not in self._known:
+            self._known[begin, end] = self._answer(begin, end)
+        return self._known[begin, end]
+
+    def _answer(self, begin: int, end: int) -> bool:
+        inside = steps_of(self.chain, begin, end)
+        own = {step.index for step in inside}
+        used = [self.chain.traced.steps[index] for index in {ref for step in inside for ref in step.refs} - own]
+        trained = [step for step in used if step.spec is not None and step.spec.requires_grad]
+        arriving = [self._empty(step) for step in trained if step.kind != "state"]
+        on_cpu = self.chain.traced.device.type == "cpu"
+        least = least_rows(sizes_of(self._empty(step) for step in trained if step.kind == "state"), on_cpu)
+        return bool(arriving) and rows_of(arriving) < least
+
+    def _empty(self, step: Step) -> Tensor:
+        shape = () if step.spec is None else [int(self._weigh.number(dim)) for dim in step.spec.shape]
         return torch.empty(shape, device="meta")
 
-    found = []
-    for begin, end in itertools.pairwise([0, *cuts, len(chain.times)]):
-        inside = steps_of(chain, begin, end)
-        own = {step.index for step in inside}
-        used = [chain.traced.steps[index] for index in {ref for step in inside for ref in step.refs} - own]
-        trained = [step for step in used if step.spec is not None and step.spec.requires_grad]
-        arriving = [empty(step) for step in trained if step.kind != "state"]
-        least = least_rows(sizes_of(empty(step) for step in trained if step.kind == "state"), _on_cpu(chain))
-        found.append(bool(arriving) and rows_of(arriving) < least)
-    return found
+
+def stages_that_hold(chain: Chain, cuts: Sequence[int]) -> list[bool]:
+    """Which stages of a cut make all gradients at once."""
+    rule = DeferralRule(chain)
+    return [rule.holds(begin, end) for begin, end in itertools.pairwise([0, *cuts, len(chain.times)])]
 
 
 def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:
@@ -52,6 +67,3 @@ def pending_bytes(stage: StageCost, holds: bool) -> float:
     # Where no input needs a gradient, the first half does nothing.
     return stage.deferred_bytes if stage.times.backward_input else stage.saved_bytes
 
-
-def _on_cpu(chain: Chain) -> bool:
-    return chain.traced.device.type == "cpu"

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor
 
 from ..errors import InputError, PipeError
+from ..pipe_ir.inputs import read_example
 from ..schedule.costs import Costs
 from ..schedule.link import Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
-from .training_plan import TrainingPlan, fingerprint
+from .choices import largest_microbatch
+from .training_plan import Source, TrainingPlan, fingerprint
 
-FORMAT, VERSION = "pipecut training plan", 1
+FORMAT, VERSION = "pipecut training plan", 2
 TIMES = ("forward", "backward_input", "backward_weight")
 BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
 
@@ -26,12 +28,14 @@ BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_
 def write_plan(plan: TrainingPlan, path: Path) -> None:
     """Write a plan."""
     costs, scheduled = plan.report.costs, plan.schedule_plan
+    assert plan.source is not None  # by construction: plan() and load() both know the model
     assert isinstance(costs.transfer, Link)
     assert isinstance(costs.message_bytes, dict)
     content = {
         "format": FORMAT,
         "version": VERSION,
         "model": {"class": plan.model_name, "fingerprint": plan.fingerprint},
+        "inputs": _shapes(plan.source),
         "batch": plan.batch,
         "microbatch": plan.microbatch,
         "recompute": plan.recompute,
@@ -54,7 +58,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def read_plan(path: Path, source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> TrainingPlan:
+def read_plan(path: Path, source: Source) -> TrainingPlan:
     """Read a plan, and check that it is one, and one for this model."""
     content = _checked(path)
     try:
@@ -68,11 +72,39 @@ def read_plan(path: Path, source: tuple[nn.Module, tuple[Any, ...], dict[str, An
             f"{path} was made for a {plan.model_name} with other parameters than this {type(source[0]).__name__} has: "
             "make a plan for it with pipecut.plan()"
         )
+    expected, given = content["inputs"], _shapes(source)
+    for name in expected.keys() | given.keys():
+        if expected.get(name) != given.get(name):
+            raise InputError(
+                f"{path} was made with an example whose {name} is {_shape_text(expected.get(name))}, and here it is "
+                f"{_shape_text(given.get(name))}: load it with an example like that, or make the plan again with "
+                "pipecut.plan()"
+            )
     return plan
 
 
-def _plan_of(content: dict[str, Any], source: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]) -> TrainingPlan:
+def _shapes(source: Source) -> dict[str, list[int | None]]:
+    """The shapes of the example's tensors, by the name of the argument; the samples may be any number."""
+    example = read_example(*source)
+    return {path: [None, *leaf.shape[1:]][: leaf.dim()] for path, _, leaf in example.named if isinstance(leaf, Tensor)}
+
+
+def _shape_text(shape: Sequence[int | None] | None) -> str:
+    """
+    >>> _shape_text([None, 3, 8]), _shape_text(None)
+    ('a tensor of shape (any, 3, 8)', 'no tensor')
+    """
+    if shape is None:
+        return "no tensor"
+    return f"a tensor of shape ({', '.join('any' if size is None else str(size) for size in shape)})"
+
+
+def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
     made_for, scheduled, costs = content["model"], content["schedule"], content["costs"]
+    texts = {"class": made_for["class"], "fingerprint": made_for["fingerprint"], "name": scheduled["name"]}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise InputError(f"{name!r} is {value!r} and not a text")
     plan = Plan.from_actions(
         scheduled["actions"], name=scheduled["name"], placement=scheduled["rank of each stage"]
     ).validate()
@@ -80,7 +112,7 @@ def _plan_of(content: dict[str, Any], source: tuple[nn.Module, tuple[Any, ...], 
         if not check.holds(content[name], plan):
             raise InputError(f"{name!r} is {content[name]!r} and not {check.what}")
     batch, microbatch = content["batch"], content["microbatch"]
-    if -(-batch // microbatch) != plan.microbatches:
+    if batch < plan.microbatches or largest_microbatch(batch, plan.microbatches) != microbatch:
         raise InputError(f"{batch} samples in microbatches of {microbatch} are not the schedule's {plan.microbatches}")
     return TrainingPlan(
         model_name=made_for["class"],
@@ -127,7 +159,15 @@ def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
+def _are_shapes(value: Any, plan: Plan) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(shape, list) and all(size is None or (type(size) is int and size >= 0) for size in shape)
+        for shape in value.values()
+    )
+
+
 CHECKS = {
+    "inputs": Check("the shapes of the example by the names of arguments, with null for the samples", _are_shapes),
     "batch": Check("a number of samples", _is_count),
     "microbatch": Check("a number of samples", _is_count),
     "recompute": Check("true or false", lambda value, plan: isinstance(value, bool)),
@@ -143,9 +183,10 @@ def _checked(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no training plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path} is no training plan: write one with plan.save()")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if type(version) is not int or version != VERSION:
         raise InputError(
-            f"{path} has version {content.get('version')!r} of the format, and this pipecut reads version {VERSION}: "
+            f"{path} has version {version!r} of the format, and this pipecut reads version {VERSION}: "
             "make the plan again with pipecut.plan()"
         )
     return content

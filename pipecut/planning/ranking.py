@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,15 @@ from ..measurement.rehearsal import StageTimes
 from ..schedule.auto.search import search_schedule
 from ..schedule.placement import Placement
 from ..schedule.report import Report
-from ..split.balance import TooLittleMemoryError, as_bytes
+from ..split.automatic import giant_in
+from ..split.balance import TooLittleMemoryError
 from ..split.chain import Chain
 from ..split.points import SplitPlan
 from .candidate import Candidate, make_candidate
 from .choices import Choice, in_flight
+from .runnable import nothing_runs
+from .shortage import nothing_fits
+from .stages import Stages
 from .training_plan import Alternative
 
 BEST = 3  # cuts whose stages are run if costs are measured, and for which a schedule of their own is searched
@@ -41,6 +46,7 @@ class Winner:
     report: Report
     memory: tuple[float, ...]
     alternatives: tuple[Alternative, ...]
+    giant: str | None  # a block that is to blame for an uneven cut, in words
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Ranking:
     ranks: int
     speeds: Sequence[float] | None
     limits: Sequence[float] | None
+    remedies: Sequence[str]
     tell: Callable[[str], None]
     candidates: list[Candidate] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
@@ -59,23 +66,29 @@ class Ranking:
     def find(self) -> list[Audition]:
         """Try everything; the result is the best ones."""
         problems: list[PipeError] = []
+        stages: dict[tuple[int, bool], Stages] = {}
         for choice in self.choices:
             self.tell(f"{choice.schedule}, {choice.microbatches} microbatches of {choice.microbatch}")
+            key = choice.microbatch, choice.recompute
+            stages[key] = stages.get(key) or Stages(self.chains[choice.microbatch], choice.recompute)
             try:
-                candidate = make_candidate(choice, self.chains[choice.microbatch], self.ranks, self.speeds, self.limits)
+                self.candidates.append(make_candidate(choice, stages[key], self.ranks, self.speeds, self.limits))
             except (SplitError, PlanError) as error:
-                self.alternatives.append(Alternative(choice, None, None, None, str(error)))
+                needs = error.needs if isinstance(error, TooLittleMemoryError) else None
+                self.alternatives.append(Alternative(choice, None, None, needs, str(error)))
                 problems.append(error)
-                continue
-            over = self._over(candidate)
-            if over is None:
-                self.candidates.append(candidate)
-            else:
-                reason = f"needs {as_bytes(candidate.memory[over])} on rank {over}"
-                self.alternatives.append(Alternative.of(candidate, reason))
         if not self.candidates:
-            raise _nothing_fits(self.alternatives, problems, self.limits)
+            raise nothing_fits(problems, self.limits, self.remedies)
         self.candidates.sort(key=lambda each: each.step_time)
+        return [_audition(each) for each in self.candidates[:BEST]]
+
+    def without(self, failed: Mapping[int, str]) -> list[Audition]:
+        """The best ones without those of some sizes of microbatches, with which stages were seen to fail."""
+        gone = [each for each in self.candidates if each.choice.microbatch in failed]
+        self.alternatives += [Alternative.of(each, failed[each.choice.microbatch]) for each in gone]
+        self.candidates = [each for each in self.candidates if each.choice.microbatch not in failed]
+        if not self.candidates:
+            raise nothing_runs(failed.values())
         return [_audition(each) for each in self.candidates[:BEST]]
 
     def rehearsed(self, times: Sequence[Mapping[int, StageTimes]], speeds: Sequence[float] | None) -> None:
@@ -99,7 +112,7 @@ class Ranking:
             if each is not best
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
-        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found))
+        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found), giant_in(best.cut))
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:
         best = self.candidates[0]
@@ -117,7 +130,10 @@ class Ranking:
     def _searched(self, candidate: Candidate, seconds: float) -> Candidate | None:
         room = None
         if self.limits is not None:
-            room = [limit - kept for limit, kept in zip(self.limits, candidate.kept, strict=True)]
+            # What is not limited is more than any schedule needs.
+            room = [
+                min(limit, sys.float_info.max) - kept for limit, kept in zip(self.limits, candidate.kept, strict=True)
+            ]
         try:
             found = search_schedule(
                 ranks=candidate.plan.ranks,
@@ -150,16 +166,3 @@ def _is_v(placement: Placement) -> bool:
     ranks = placement.ranks
     return placement.stages == 2 * ranks and placement.rank_of[ranks] == ranks - 1 and ranks > 1
 
-
-def _nothing_fits(
-    alternatives: Sequence[Alternative], problems: Sequence[PipeError], limits: Sequence[float] | None
-) -> PipeError:
-    """Why there is no plan: say the least memory that would do, of all that was tried."""
-    needed = [error.needed for error in problems if isinstance(error, TooLittleMemoryError)]
-    needed += [max(each.memory) for each in alternatives if each.memory is not None]
-    if limits is None or not needed:
-        return problems[0]
-    return PlanError(
-        f"Nothing fits memory={as_bytes(min(limits))} on each rank: the least that would do is about "
-        f"{as_bytes(min(needed))}. Use more ranks, a smaller microbatch, or recompute='auto'."
-    )

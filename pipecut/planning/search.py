@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import PipeWarning
 from ..pipe_ir.tracer import ModelTracer
 from ..split.costs.machine import Machine
+from ..split.memory_size import Memory, read_memory
 from .chains import Pricing
 from .choices import all_choices, check_request, known_schedules
 from .facts import facts_of
-from .memory_size import Memory, read_memory
-from .prepared import Prepared, check_measurable, may_recompute, sizes_of
+from .prepared import Prepared, check_measurable, counts_of, may_recompute, prepared
 from .ranking import Ranking
-from .rehearse import rehearse
+from .rehearse import rehearse, rehearse_best
 from .together import check_alike, check_member, on_each_rank, on_first_rank
-from .training_plan import TrainingPlan, fingerprint
+from .training_plan import Alternative, TrainingPlan, fingerprint
 
 
 def plan(
@@ -66,9 +69,9 @@ def plan(
         source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
         tell("tracing the model")
         traced = ModelTracer("auto", *source).trace()
-        sizes = sizes_of(traced, microbatch, batch, ranks)
-        choices = all_choices(names, sizes, batch, may_recompute(traced, recompute))
-        return Prepared(source, traced, sizes, [*choices], limits)
+        counts = counts_of(traced, microbatch, batch, ranks)
+        choices = all_choices(names, counts, batch, may_recompute(traced, recompute))
+        return prepared(source, traced, [*choices], batch, limits)
 
     ready = on_each_rank(group, prepare)
     example = ready.source[1:]
@@ -78,12 +81,16 @@ def plan(
     check_alike(group, lambda: facts_of(asked, ready.traced, ready.source))
     pricing = Pricing(machine, cost == "measured", ranks, group)
     chains = pricing.chains(ready.traced, ready.sizes, *example, tell)
-    ranking = Ranking(ready.choices, chains, ranks, speeds, ready.limits, tell)
+    dropped = [Alternative(choice, None, None, None, why) for choice, why in ready.dropped.items()]
+    ranking = Ranking(ready.choices, chains, ranks, speeds, ready.limits, ready.remedies, tell, alternatives=dropped)
     best_cuts = on_first_rank(group, ranking.find)
     if cost == "measured":
-        times = [rehearse(each, ready.traced, *example, group, tell) for each in best_cuts]
+        rehearsing = functools.partial(rehearse, ready.traced, *example, group, tell)
+        times = rehearse_best(ranking, best_cuts, rehearsing, group)
         on_first_rank(group, lambda: ranking.rehearsed(times, speeds if group is None else None))
     best = on_first_rank(group, lambda: ranking.winner(time_budget))
+    if best.giant is not None:
+        warnings.warn(best.giant, PipeWarning, stacklevel=2)
     return TrainingPlan(
         model_name=type(model).__name__,
         fingerprint=fingerprint(model),

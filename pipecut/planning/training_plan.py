@@ -47,6 +47,7 @@ class Alternative:
 class TrainingPlan:
     """How to train a model on ranks. `report` is the simulated step, in seconds and bytes; `memory` the bytes of ranks.
 
+    `microbatch` is the number of samples in the largest of the microbatches; the others may have one less.
     Print it for a table. `source` is the model and the example inputs, which a file does not hold.
     """
 
@@ -98,7 +99,7 @@ class TrainingPlan:
 
         `options` go to the schedule.
         """
-        if rank is not None and rank not in range(self.ranks):
+        if rank is not None and (isinstance(rank, bool) or rank not in range(self.ranks)):
             raise InputError(f"rank {rank!r} is not one of the plan's ranks, 0 to {self.ranks - 1}")
         pipe = self.pipe(model)
         held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]

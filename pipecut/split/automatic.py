@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ SLACK = 0.03
 
 # One block that is longer than the mean stage by this factor is worth a word.
 GIANT = 1.25
+
+# It is to blame if it is this much of what the busiest rank does.
+BLAMED = 0.75
 
 
 @dataclass(frozen=True)
@@ -87,19 +91,29 @@ def balanced_cut(
 
 
 def warn_of_a_giant(found: BalancedCut) -> None:
-    """Say which block alone is longer than a stage should be: no cut can help there."""
-    times = [each.total for each in found.chain.times]
-    giant = max(range(len(times)), key=times.__getitem__)
-    if len(found.balance.cuts) and times[giant] > GIANT * sum(times) / (len(found.balance.cuts) + 1):
-        share = times[giant] / sum(times)
-        if times[giant] >= 0.9 * found.balance.bottleneck:
-            warnings.warn(
-                f"{found.chain.name(giant)} takes {share:.0%} of the model's time and cannot be cut: the longest of "
-                f"{len(found.balance.cuts) + 1} stages takes {found.balance.imbalance:.2f} times the mean. Use fewer "
-                "stages, or divide it into modules",
-                PipeWarning,
-                stacklevel=6,  # the call of pipeline()
-            )
+    """Say which block alone is longer than a stage should be."""
+    text = giant_in(found)
+    if text is not None:
+        warnings.warn(text, PipeWarning, stacklevel=6)  # the call of pipeline()
+
+
+def giant_in(found: BalancedCut) -> str | None:
+    """Which block alone is longer than a rank should take, in words: no cut can help there."""
+    times, reached = [each.total for each in found.chain.times], found.balance
+    giant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
+    if ranks == 1 or times[giant] <= GIANT * sum(times) / ranks:
+        return None
+    # What its stage sends and receives comes on top of what it computes.
+    stage = bisect.bisect_right(bounds, giant) - 1
+    ends = [*reached.cuts[max(0, stage - 1) : stage + 1]]
+    if times[giant] + sum(found.chain.blocks().crossing[ends]) < BLAMED * reached.bottleneck:
+        return None
+    word, of_all = ("stages", "longest") if ranks == len(bounds) else ("ranks", "busiest")
+    return (
+        f"{found.chain.name(giant)} takes {times[giant] / sum(times):.0%} of the model's time and cannot be cut: "
+        f"the {of_all} of {ranks} {word} takes {reached.imbalance:.2f} times the mean. Use fewer {word}, or divide it "
+        "into modules"
+    )
 
 
 def same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:

@@ -6,26 +6,29 @@ into 3:     3   1   4   1 | 5   9 | 2   6        the longest stage is as short a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import SplitError
 from .balancing.chunked import ChunkedCuts
+from .balancing.least_memory import Leanest, leanest_cuts
 from .balancing.memory import Memory
 from .balancing.preferred import preferred_cuts
-from .balancing.problem import Blocks, Ranks, Shared
+from .balancing.problem import Blocks, Ranks, Shared, alone
 from .balancing.reach import Reach
+from .memory_size import as_bytes, enough_bytes
 
-__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance"]
+__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "as_bytes", "balance", "balance_of"]
 
 
 class TooLittleMemoryError(SplitError):
-    """No cut fits. `needed` is the least memory of a rank that would do."""
+    """No cut fits. `needs` is the memory of each rank in the leanest cut that is known."""
 
-    def __init__(self, text: str, needed: float) -> None:
+    def __init__(self, text: str, needs: Sequence[float]) -> None:
         super().__init__(text)
-        self.needed = needed
+        self.needs = tuple(needs)
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,29 @@ def balance(
             f"{ranks.stages} stages were asked for, and there are {blocks.count} blocks: each stage needs at least one"
         )
     cuts, bound = _exact(blocks, ranks, slack) if ranks.one_stage_each else _searched(blocks, ranks)
+    return _balance(blocks, ranks, cuts, bound)
+
+
+def balance_of(
+    blocks: Blocks,
+    cuts: Sequence[int],
+    stages: int | Sequence[int],
+    *,
+    speeds: Sequence[float] | None = None,
+    in_flight: Sequence[float] | Callable[[int], float] | None = None,
+) -> Balance:
+    """How well given cuts are balanced.
+
+    >>> balance_of(Blocks(times=(3, 1, 4)), [1], 2).loads
+    (3.0, 5.0)
+    """
+    ranks = Ranks.of(stages, speeds, None, in_flight)
+    return _balance(blocks, ranks, cuts, ChunkedCuts(blocks, ranks).lower_bound())
+
+
+def _balance(blocks: Blocks, ranks: Ranks, cuts: Sequence[int], bound: float) -> Balance:
     chunked = ChunkedCuts(blocks, ranks)
-    loads = tuple(chunked.loads(cuts))
-    needs = tuple(chunked.memory(cuts))
+    loads, needs = tuple(chunked.loads(list(cuts))), tuple(chunked.memory(list(cuts)))
     return Balance(tuple(cuts), loads, max(loads), sum(loads) / len(loads), min(bound, max(loads)), needs)
 
 
@@ -108,77 +131,55 @@ def _exact(blocks: Blocks, ranks: Ranks, slack: float) -> tuple[list[int], float
     reach = Reach(blocks, ranks)
     least = reach.least()
     if least is None:
-        raise _no_cut_fits(blocks, ranks)
+        raise _no_cut_fits(blocks, ranks, leanest_cuts(blocks, ranks))
     return preferred_cuts(reach, least * (1 + slack)), least
 
 
 def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
-    """Start from stages that are balanced each by itself, as well."""
+    """Start from stages that are balanced each by itself, as well; where none of that fits, from the leanest cut."""
     chunked = ChunkedCuts(blocks, ranks)
-    held = [ranks.rank_of.count(rank) for rank in ranks.rank_of]
-    alone = Ranks(
-        tuple(range(ranks.stages)),
-        tuple(ranks.speeds[rank] / number for rank, number in zip(ranks.rank_of, held, strict=True)),
-        tuple(ranks.memory[rank] / number for rank, number in zip(ranks.rank_of, held, strict=True)),
-        ranks.in_flight,
-    )
+    each = alone(ranks)
     starts = []
-    for each in (alone, Ranks(alone.rank_of, alone.speeds, (math.inf,) * ranks.stages, alone.in_flight)):
-        reach = Reach(blocks, each)
+    for limited in (each, each.with_memory(math.inf)):
+        reach = Reach(blocks, limited)
         least = reach.least()
         if least is not None:
             starts.append(preferred_cuts(reach, least))
     cuts, certain = chunked.find(starts)
     excess, bottleneck = chunked.quality(cuts)
     if excess > 0:
-        raise _no_cut_fits(blocks, ranks, 1 + excess, certain)
+        leanest = leanest_cuts(blocks, ranks)
+        cuts, certain = chunked.find([leanest.cuts])
+        excess, bottleneck = chunked.quality(cuts)
+        if excess > 0:
+            raise _no_cut_fits(blocks, ranks, leanest)
     return cuts, bottleneck if certain else chunked.lower_bound()
 
 
-def _no_cut_fits(
-    blocks: Blocks, ranks: Ranks, factor: float | None = None, certain: bool = True
-) -> TooLittleMemoryError:
+def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: Leanest) -> TooLittleMemoryError:
     """Say the least memory that would do."""
-    factor = _least_factor(blocks, ranks) if factor is None else factor
-    limits = [limit for limit in ranks.memory if math.isfinite(limit)]
-    given = as_bytes(limits[0]) if len(set(ranks.memory)) == 1 else f"[{', '.join(map(as_bytes, ranks.memory))}]"
-    needed = (
-        as_bytes(limits[0] * factor)
-        if len(set(ranks.memory)) == 1
-        else f"{factor:.3g} times that on every limited rank"
-    )
-    heaviest = max(range(blocks.count), key=lambda block: Memory(blocks, min(ranks.in_flight)).of(block, block + 1))
-    word = "the least that would do is" if certain else "a cut is known that needs"
+    if len(set(ranks.memory)) == 1:
+        given, needed = as_bytes(ranks.memory[0]), enough_bytes(max(leanest.memory))
+    else:
+        given = f"[{', '.join(map(as_bytes, ranks.memory))}]"
+        needed = f"{_rounded_up(leanest.share):g} times that on every limited rank"
+    bounds = [0, *leanest.cuts, blocks.count]
+    sizes = {
+        block: Memory(blocks, number).of(block, block + 1)
+        for number, (begin, end) in zip(ranks.in_flight, itertools.pairwise(bounds), strict=True)
+        for block in range(begin, end)
+    }
+    heaviest = max(sizes, key=sizes.__getitem__)
+    word = "the least that would do is" if leanest.certain else "a cut is known that needs"
     text = (
         f"no cut into {ranks.stages} stages fits memory_limit={given}: {word} {needed}. "
-        f"The block that needs most is {blocks.name(heaviest)}, with "
-        f"{as_bytes(Memory(blocks, min(ranks.in_flight)).of(heaviest, heaviest + 1))}. "
+        f"The block that needs most is {blocks.name(heaviest)}, with {as_bytes(sizes[heaviest])}. "
         "Use more stages, smaller microbatches, or checkpoint activations"
     )
-    return TooLittleMemoryError(text, max(limits) * factor)
+    return TooLittleMemoryError(text, leanest.memory)
 
 
-def _least_factor(blocks: Blocks, ranks: Ranks) -> float:
-    """The least factor on all limits with which a cut exists."""
-    low, high = 1.0, 2.0
-    while Reach(blocks, ranks.with_memory(high)).within(math.inf) is None:
-        low, high = high, 2 * high
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        if Reach(blocks, ranks.with_memory(middle)).within(math.inf) is None:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def as_bytes(size: float) -> str:
-    """A size in words.
-
-    >>> as_bytes(2_500_000), as_bytes(12)
-    ('2.5 MB', '12 B')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size:.4g} B"
+def _rounded_up(number: float) -> float:
+    """Three digits that are not less."""
+    step = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return math.ceil(number / step - 1e-9) * step

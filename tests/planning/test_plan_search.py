@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError, PipeError, PlanError, TrainingPlan
-from pipecut.planning.choices import in_flight, microbatch_sizes
-from pipecut.planning.memory_size import read_memory
+from pipecut.planning.choices import in_flight, microbatch_counts
 from pipecut.schedule import plan_for, simulate
 from pipecut.split.costs.machine import Machine
+from pipecut.split.memory_size import read_memory
 
 MACHINE = Machine(matmul_flops={torch.float32: 1e9}, memory_bandwidth=1e9, overhead=0.0)
 
@@ -118,7 +118,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         TrainingPlan.load(path, nn.Linear(8, 8), torch.ones(4, 8))
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"version": 99}))
-    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 1"):
+    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 2"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text(json.dumps({key: value for key, value in content.items() if key != "cuts"}))
     with pytest.raises(InputError, match=r"is damaged \(KeyError: 'cuts'\): make the plan again"):
@@ -316,9 +316,10 @@ def test_a_trace_for_one_size_only() -> None:
 
 
 def test_sizes_of_microbatches() -> None:
-    assert microbatch_sizes(12, 2) == [1, 2, 3, 4, 6]
-    assert microbatch_sizes(7, 4) == [1]
-    assert len(microbatch_sizes(2**12, 2)) == 6
+    assert microbatch_counts(12, 2) == [2, 4, 6, 12]
+    assert microbatch_counts(7, 4) == [4, 7]
+    assert microbatch_counts(1, 1) == [1]
+    assert len(microbatch_counts(2**12, 2)) == 6
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])

@@ -41,13 +41,20 @@ class ChunkedCuts:
         needed = [0.0] * self.ranks.ranks
         bounds = [0, *cuts, self.blocks.count]
         for stage, rank in enumerate(self.ranks.rank_of):
-            needed[rank] += self._memory[stage].of(bounds[stage], bounds[stage + 1])
+            needed[rank] += self.stage_memory(stage, bounds[stage], bounds[stage + 1])
         return needed
+
+    def stage_memory(self, stage: int, begin: int, end: int) -> float:
+        """The memory of one stage."""
+        return self._memory[stage].of(begin, end)
+
+    def share(self, cuts: list[int]) -> float:
+        """The greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
+        return max(need / limit for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True))
 
     def quality(self, cuts: list[int]) -> Quality:
         """The share by which memory is exceeded, and the bottleneck: the less the better."""
-        over = [need / limit - 1 for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True)]
-        excess = max(over)
+        excess = self.share(cuts) - 1
         return (excess if excess > 1e-9 else 0.0, max(self.loads(cuts)))
 
     def lower_bound(self) -> float:
@@ -58,7 +65,7 @@ class ChunkedCuts:
 
     def find(self, starts: list[list[int]]) -> tuple[list[int], bool]:
         """The best cuts found, and whether it is certain that there are none better."""
-        improved = [self._improved(start) for start in (self._by_shares(), *starts)]
+        improved = [self.improved(start) for start in (self._by_shares(), *starts)]
         best = min(improved, key=self.quality)
         return self._searched(best)
 
@@ -82,7 +89,7 @@ class ChunkedCuts:
             cuts.append(min(max(nearest - bool(below), (cuts[-1] if cuts else 0) + 1), room))
         return cuts
 
-    def _improved(self, cuts: list[int]) -> list[int]:
+    def improved(self, cuts: list[int]) -> list[int]:
         """Move one cut after the other to where the two ranks beside it are best off, until nothing changes."""
         cuts = list(cuts)
         for _ in range(MOST_ROUNDS):
@@ -128,7 +135,7 @@ class ChunkedCuts:
             if stage not in (place, place + 1):
                 loads[rank] += float(self._stage_time(stage, np.array(bounds[stage]), np.array(bounds[stage + 1])))
                 if self.ranks.limited:
-                    needs[rank] += self._memory[stage].of(bounds[stage], bounds[stage + 1])
+                    needs[rank] += self.stage_memory(stage, bounds[stage], bounds[stage + 1])
         return loads, needs
 
     def _searched(self, best: list[int]) -> tuple[list[int], bool]:
@@ -160,14 +167,13 @@ class _Search:
         rank, begin = self.ranks.rank_of[stage], bounds[-1]
         last = stage == self.ranks.stages - 1
         room = self.blocks.count - (self.ranks.stages - 1 - stage)
-        memory = self.cuts._memory[stage]
         for end in (self.blocks.count,) if last else range(begin + 1, room + 1):
             self.nodes += 1
             if self.nodes > MOST_NODES:
                 return False
             time = float(self.cuts._stage_time(stage, np.array(begin), np.array(end)))
             work = (self.blocks.work[end] - self.blocks.work[begin]) / self.ranks.speeds[rank]
-            need = needs[rank] + (memory.of(begin, end) if self.ranks.limited else 0.0)
+            need = needs[rank] + (self.cuts.stage_memory(stage, begin, end) if self.ranks.limited else 0.0)
             if need > self.ranks.memory[rank] * (1 + 1e-9) or (
                 self.quality[0] == 0.0 and loads[rank] + work >= self.quality[1]
             ):

@@ -169,6 +169,17 @@ class Ranks:
         return stage + 1 < self.stages and self.rank_of[stage] != self.rank_of[stage + 1]
 
 
+def alone(ranks: Ranks) -> Ranks:
+    """Every stage as a rank of its own, with its part of the speed and the memory of its rank."""
+    held = [ranks.rank_of.count(rank) for rank in ranks.rank_of]
+    return Ranks(
+        tuple(range(ranks.stages)),
+        tuple(ranks.speeds[rank] / number for rank, number in zip(ranks.rank_of, held, strict=True)),
+        tuple(ranks.memory[rank] / number for rank, number in zip(ranks.rank_of, held, strict=True)),
+        ranks.in_flight,
+    )
+
+
 def _sums(numbers: Iterable[float]) -> Array:
     return np.concatenate(([0.0], np.cumsum(np.array(tuple(numbers), dtype=np.float64))))
 
