@@ -49,12 +49,14 @@ def planned(ranks: int = 2, batch: int = 12, **options: Any) -> TrainingPlan:
         {"schedules": ["1F1B"], "recompute": True},
         {"schedules": ["1F1B", "ZB-H1"], "microbatch": 2, "time_budget": 0.3},
         {"schedules": ["1F1B"], "microbatch": [2, 5]},
+        {"schedules": ["Interleaved1F1B"], "batch": 13, "microbatch": 4},
+        {"schedules": ["1F1B"], "batch": 251},
     ],
 )
 def test_a_plan_trains_as_the_uncut_model(options: dict[str, Any]) -> None:
     found = planned(**options)
     assert found.source is not None
-    net, x, y = found.source[0], torch.randn(12, 8), torch.randn(12, 8)
+    net, x, y = found.source[0], torch.randn(found.batch, 8), torch.randn(found.batch, 8)
     nn.functional.mse_loss(net(x), y).backward()
     expected = {name: parameter.grad for name, parameter in net.named_parameters()}
     net.zero_grad(set_to_none=True)
@@ -120,6 +122,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"version": 99}))
     with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 2"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
+    for version in (True, 2.0, 1):
+        path.write_text(json.dumps(content | {"version": version}))
+        with pytest.raises(InputError, match=rf"has version {version!r} of the format, and this pipecut reads"):
+            TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text(json.dumps({key: value for key, value in content.items() if key != "cuts"}))
     with pytest.raises(InputError, match=r"is damaged \(KeyError: 'cuts'\): make the plan again"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
@@ -142,6 +148,12 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ({"batch": True}, "'batch' is True and not a number of samples"),
         ({"microbatch": None}, "'microbatch' is None and not a number of samples"),
         ({"microbatch": 0}, "'microbatch' is 0 and not a number of samples"),
+        ({"version": 2, "inputs": [3]}, "'inputs' is [3] and not the shapes of the example by the names of arguments"),
+        ({"inputs": {"input": [None, "8"]}}, "and not the shapes of the example by the names of arguments, with null"),
+        ({"model": {"class": 5}}, "'class' is 5 and not a text"),
+        ({"model": {"fingerprint": None}}, "'fingerprint' is None and not a text"),
+        ({"schedule": {"name": 5}}, "'name' is 5 and not a text"),
+        ({"batch": 3, "microbatch": 1}, "3 samples in microbatches of 1 are not the schedule's 4"),
         ({"batch": 99, "microbatch": 3}, "99 samples in microbatches of 3 are not the schedule's 4"),
         ({"cuts": []}, "'cuts' is [] and not a list with the name of each cut between the stages"),
         ({"cuts": "a"}, "'cuts' is 'a' and not a list with the name of each cut between the stages"),
@@ -198,7 +210,22 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: 
         planned(**options)
 
 
-@pytest.mark.parametrize("rank", [2, -1, "0"])
+def test_a_file_is_for_inputs_of_the_shapes_that_it_was_made_with(tmp_path: Path) -> None:
+    """The samples may be any number; everything else was planned for."""
+    path = tmp_path / "plan.json"
+    planned(schedules=["1F1B"]).save(path)
+    assert json.loads(path.read_text())["inputs"] == {"input": [None, 8]}
+    TrainingPlan.load(path, model(), torch.ones(3, 8))
+    TrainingPlan.load(path, model(), (), {"input": torch.ones(3, 8)})
+    with pytest.raises(
+        InputError,
+        match=r"plan.json was made with an example whose input is a tensor of shape \(any, 8\), and here it is a "
+        r"tensor of shape \(any, 3, 8\): load it with an example like that, or make the plan again with pipecut.plan\(\)",
+    ):
+        TrainingPlan.load(path, model(), torch.ones(2, 3, 8))
+
+
+@pytest.mark.parametrize("rank", [2, -1, "0", True])
 def test_a_rank_that_is_not_there(rank: Any) -> None:
     with pytest.raises(InputError, match=f"rank {rank!r} is not one of the plan's ranks, 0 to 1"):
         planned(schedules=["1F1B"]).build(rank)
@@ -313,6 +340,21 @@ def test_a_trace_for_one_size_only() -> None:
         pipecut.plan(Fixed(), torch.ones(3, 4), batch=6, microbatch=2, **options)
     with pytest.raises(InputError, match="a batch of 7 is no multiple of that"):
         pipecut.plan(Fixed(), torch.ones(3, 4), batch=7, **options)
+
+
+def test_a_batch_that_cannot_be_divided_evenly() -> None:
+    """A batch of 257 was planned as 257 microbatches of 1, as only its divisors were tried."""
+    overhead = Machine(matmul_flops={torch.float32: 1e9}, memory_bandwidth=1e9, overhead=1e-5)
+    found = planned(4, 257, schedules=["1F1B"], machine=overhead)
+    assert found.microbatches < 64
+    assert found.microbatch == -(-257 // found.microbatches)
+    schedule = found.build(loss_fn=nn.functional.mse_loss)
+    assert schedule.n_microbatches == found.microbatches
+    tried = {(each.choice.microbatches, each.choice.microbatch) for each in found.alternatives}
+    assert (257, 1) in tried
+    # So are those that a user asks for: 13 samples in microbatches of at most 5.
+    uneven = planned(2, 13, schedules=["1F1B"], microbatch=6)
+    assert (uneven.microbatches, uneven.microbatch) == (3, 5)
 
 
 def test_sizes_of_microbatches() -> None:

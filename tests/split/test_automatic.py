@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipecut import Pipe, PipeWarning, pipeline
+from pipecut import Pipe, PipeWarning, pipeline, plan
 from pipecut.errors import InputError, SplitError
 from pipecut.measurement import stage_times
 from pipecut.measurement.chain import measured_chain
@@ -18,6 +18,7 @@ from pipecut.measurement.refinement import refined_cut
 from pipecut.measurement.stage_times import Run
 from pipecut.split.automatic import balanced_cut
 from pipecut.split.chain_maker import chain_of
+from pipecut.split.costs.machine import Machine
 
 
 class Residual(nn.Module):
@@ -190,6 +191,51 @@ def test_a_block_that_is_too_large_is_named() -> None:
     with pytest.warns(PipeWarning, match=message) as caught:
         pipeline(Giant(), (torch.ones(64, 8),), num_stages=2)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_block_is_too_large_though_its_stage_sends_much() -> None:
+    """The transfer made the stage longer, so that the block alone was less than nine tenths of it: not a word."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4096), nn.Linear(4096, 8), nn.Linear(8, 8))
+    with pytest.warns(
+        PipeWarning,
+        match=r"what lies between the cut after '\d' and the cut after '\d' takes \d+% of the model's time and cannot "
+        r"be cut: the longest of 4 stages takes 1.95 times the mean",
+    ):
+        pipeline(model, (torch.ones(2, 8),), num_stages=4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "words"),
+    [
+        ("1F1B", 3, "the longest of 4 stages takes 3.9. times the mean. Use fewer stages"),
+        ("ZBVZeroBubble", 7, "the busiest of 4 ranks takes 3.9. times the mean. Use fewer ranks"),
+    ],
+)
+def test_a_plan_warns_of_it_too(schedule: str, layers: int, words: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)), nn.Linear(64, 50000))
+    with pytest.warns(PipeWarning, match=rf"and the end of the model takes 9\d% of .* be cut: {words}") as caught:
+        plan(
+            model, torch.ones(2, 64), ranks=4, batch=8, schedules=[schedule], machine=Machine.nominal("cpu"),
+            time_budget=0.0,
+        )  # fmt: skip
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_memory_limit_as_people_write_it() -> None:
+    """A text was taken for a list: "memory_limit has 3 numbers"."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.ones(2, 64)
+    assert pipeline(model, (x,), num_stages=2, memory_limit="1GB").num_stages == 2
+    assert pipeline(model, (x,), num_stages=2, memory_limit=["1GiB", float("inf")]).num_stages == 2
+    with pytest.raises(SplitError, match="no cut into 2 stages fits memory_limit=1 kB"):
+        pipeline(model, (x,), num_stages=2, memory_limit="1kB")
+    for wrong, text in (
+        ("much", "memory_limit='much': write it as 24GB, 512MiB, or a number of bytes"),
+        (["1GB"], r"memory_limit=\['1GB'\]: give one size for all ranks, such as '24GB', or one for each of 2"),
+        (-1, "memory_limit=-1: give the bytes that a rank has, more than 0"),
+        ([None, 1], "memory_limit=None: write it as 24GB"),
+    ):
+        with pytest.raises(InputError, match=text):
+            pipeline(model, (x,), num_stages=2, memory_limit=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecut.errors import SplitError
-from pipecut.split.balance import Balance, Blocks, Ranks, Shared, balance
+from pipecut.split.balance import Balance, Blocks, Ranks, Shared, TooLittleMemoryError, balance
 from pipecut.split.balancing import preferred
+from pipecut.split.balancing.least_memory import leanest_cuts
 from pipecut.split.balancing.memory import Memory
 
 times = st.integers(0, 30).map(float)
@@ -125,6 +127,45 @@ def test_stages_of_a_rank_are_balanced_together(blocks: Blocks, rank_of: tuple[i
     else:
         with pytest.raises(SplitError, match="no cut into"):
             balance(blocks, rank_of, memory_limit=limit)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    blocks=chains(),
+    rank_of=st.sampled_from([*PLACEMENTS, (0, 1), (0, 1, 2)]),
+    limits=st.sampled_from([(1.0, 1.0, 1.0), (1.0, 2.0, 5.0)]),
+)
+def test_the_least_memory_that_would_do(blocks: Blocks, rank_of: tuple[int, ...], limits: Sequence[float]) -> None:
+    """What some cut needed was said to be the least of all: 8 bytes, where 6 did."""
+    limits = limits[: max(rank_of) + 1]
+    flying = [1.0 + stage for stage in range(len(rank_of))]
+    ranks = Ranks.of(rank_of, None, limits, flying)
+    if len(rank_of) > blocks.count:
+        return
+    least = min(
+        max(need / limit for need, limit in zip(rank_memory(blocks, ranks, cuts), limits, strict=True))
+        for cuts in all_cuts(blocks.count, len(rank_of))
+    )
+    found = leanest_cuts(blocks, ranks)
+    assert found.certain
+    assert found.share == pytest.approx(least, rel=1e-5)
+    if least > 0:
+        given = [found.share * limit for limit in limits]
+        assert max(balance(blocks, rank_of, memory_limit=given, in_flight=flying).memory) <= max(given) * (1 + 1e-8)
+        less = [0.99 * limit for limit in given]
+        with pytest.raises(TooLittleMemoryError, match="the least that would do is") as caught:
+            balance(blocks, rank_of, memory_limit=less, in_flight=flying)
+        assert caught.value.needs == pytest.approx(rank_memory(blocks, ranks, found.cuts))
+
+
+def test_a_large_chunked_pipeline_says_what_is_known_to_do() -> None:
+    blocks = Blocks(times=(1.0,) * 120, kept=tuple(1.0 + place * 7919 % 101 for place in range(120)))
+    rank_of = [*range(8), *reversed(range(8))]
+    with pytest.raises(TooLittleMemoryError, match=r"a cut is known that needs ([0-9.]+) B") as caught:
+        balance(blocks, rank_of, memory_limit=1.0)
+    needed = float(re.search(r"needs ([0-9.]+) B", str(caught.value))[1])  # type: ignore[index]
+    assert needed < 1.2 * sum(blocks.kept) / 8
+    assert max(balance(blocks, rank_of, memory_limit=needed).memory) <= needed
 
 
 @settings(deadline=None)
@@ -304,6 +345,14 @@ def test_the_text_has_bottleneck_mean_and_lower_bound() -> None:
             ),
             "no cut into 2 stages fits memory_limit=5 GB: the least that would do is 8 GB. "
             "The block that needs most is b, with 7 GB. Use more stages",
+        ),
+        (
+            lambda: balance(Blocks(times=(4, 4, 4, 6, 4), kept=(2, 5, 1, 3, 1)), [0, 1, 1, 0], memory_limit=1),
+            "no cut into 4 stages fits memory_limit=1 B: the least that would do is 6 B",
+        ),
+        (
+            lambda: balance(Blocks(times=(1, 1), saved=(2, 3)), 2, memory_limit=1, in_flight=[2, 1]),
+            "the least that would do is 4 B. The block that needs most is block 0, with 4 B",
         ),
         (
             lambda: balance(Blocks(times=(1.0, 2.0), kept=(3.0, 7.0)), 2, memory_limit=[3.0, 3.5]),
