@@ -49,6 +49,9 @@ def plan(
     ranks compute; by default this one is measured. `cost="measured"` runs every part of the model, instead of
     computing its time. Print the result for a table of the alternatives.
 
+    A batch need not be a multiple of its microbatches: 10 samples in 4 of them are 3, 3, 2 and 2, and each is priced as
+    the largest. Sizes that the model cannot run are left out, and the table says why.
+
     With a `group` all its ranks call this, and get the same plan: they measure at the same time, as they will compute
     at the same time, and measure the link between them. The first of them searches.
 

@@ -220,7 +220,7 @@ def test_a_file_is_for_inputs_of_the_shapes_that_it_was_made_with(tmp_path: Path
     with pytest.raises(
         InputError,
         match=r"plan.json was made with an example whose input is a tensor of shape \(any, 8\), and here it is a "
-        r"tensor of shape \(any, 3, 8\): load it with an example like that, or make the plan again with pipecut.plan\(\)",
+        r"tensor of shape \(any, 3, 8\): load it with an example like that, or make the plan again with ",
     ):
         TrainingPlan.load(path, model(), torch.ones(2, 3, 8))
 
