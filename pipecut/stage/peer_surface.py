@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PipeError
 from ..pipe_ir.structure import flatten
+from .examples import StageMetadataError
 from .not_called import NOT_CALLED
 from .passed_values import OnTheirWay, StageCallError, are_same
 from .replaced_attributes import ReplacedAttributes
@@ -39,10 +39,6 @@ class Driver(Protocol):
 
     def weight_one(self, stage: int, microbatch: int) -> None:
         """Run the rest of a backward."""
-
-
-class StageMetadataError(PipeError, RuntimeError):
-    """Tensors are not what was said of them."""
 
 
 _TRANSFERS = "what is sent and received is the work of the schedule's executor"
@@ -128,11 +124,14 @@ class OneChunkCalls(ReplacedAttributes):
         """
         if not self._runtime_validate or declared is None:
             return
-        expected, found = _described(declared), _described(got)
-        if found != (expected[: len(found)] if in_part else expected):
+        expected, found = _tensors(declared), _tensors(got)
+        wanted = expected[: len(found)] if in_part else expected
+        fault = _difference(f"forward {what.removesuffix('_args')}s", wanted, found)
+        if fault:
+            index = cast("PipelineStage", self).stage_index
             raise StageMetadataError(
-                f"stage {cast('PipelineStage', self).stage_index} was made with {what} {', '.join(expected)}, and has "
-                f"{', '.join(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
+                f"Stage {index} {fault}: stage {index} was made with {what} {_described(expected)}, and has "
+                f"{_described(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
                 "passed, or leave it False, with which the number of samples may be another"
             )
 
@@ -338,10 +337,24 @@ def returned(stage: PipelineStage, flight: Flight) -> Any:
     return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)
 
 
-def _described(values: Any) -> list[str]:
+def _tensors(values: Any) -> list[Tensor]:
     leaves, _ = flatten(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _described(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    """In what tensors differ first; nothing if they do not."""
+    if len(expected) != len(found):
+        return f"{called}: expected {len(expected)} tensors, got {len(found)}"
+    for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+        for name in ("shape", "dtype"):
+            if getattr(wanted, name) != getattr(got, name):
+                return f"{called}[{place}]: {name} mismatch"
+    return ""
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:

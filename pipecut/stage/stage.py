@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .examples import Examples
 from .materialization import check_has_memory
 from .microbatch.distributed_tensor import is_distributed
 from .peer_surface import OneChunkCalls
@@ -63,14 +64,16 @@ class PipelineStage(OneChunkCalls):
         pipe_info: PipeInfo | None = None,
     ) -> None:
         _check_place(submodule, stage_index, num_stages)
+        examples = Examples(input_args, output_args, input_grads, output_grads).checked(stage_index, num_stages)
         check_has_memory(submodule, stage_index, torch.device(device))
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
-        self.input_args = _as_tuple(input_args)
-        self.output_args = _as_tuple(output_args)
+        self.input_args: tuple[Any, ...] | None = examples.input_args
+        self.output_args: tuple[Any, ...] | None = examples.output_args
         self.group = group
+        _check_group(self.group_size, num_stages)
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
         self.pipe_info = pipe_info
@@ -228,5 +231,13 @@ def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
         )
 
 
-def _as_tuple(values: Any) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values) if isinstance(values, tuple | list) else (values,)
+class GroupSizeError(InputError, RuntimeError):
+    """A group with ranks that would have no stage. It is a RuntimeError too, as with the peer."""
+
+
+def _check_group(size: int, num_stages: int) -> None:
+    if size > num_stages:
+        raise GroupSizeError(
+            f"Pipeline group size {size} cannot be larger than number of stages {num_stages}: every rank of the group "
+            f"has a stage. Pass the group of its ranks as group=, or cut the model into at least {size} stages"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -45,8 +46,59 @@ def test_differences_of_dtensors(mesh: DeviceMesh) -> None:
     assert meta.get_diff(other) == ["placements mismatch: (Shard(dim=1),) vs (Replicate(),)"]
     plain = _TensorMeta.from_tensor(torch.ones(4, 6))
     assert meta.get_diff(plain) == ["type: _DTensorMeta vs _TensorMeta"]
+    longer = _TensorMeta.from_tensor(torch.ones(5, 6, dtype=torch.float64))
+    assert meta.get_diff(longer) == [
+        "shape mismatch: torch.Size([4, 6]) vs torch.Size([5, 6])",
+        "dtype mismatch: torch.float32 vs torch.float64",
+        "type: _DTensorMeta vs _TensorMeta",
+    ]
     with pytest.raises(_utils.PipeliningMetadataError, match=r"x\[0\].*placements mismatch"):
         _utils.validate_tensors_metadata("x", (meta,), (other,))
+
+
+def test_a_dtensor_is_no_plain_tensor(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
+    plain, placed = _TensorMeta.from_tensor(torch.ones(4, 6)), _DTensorMeta.from_dtensor(tensor)
+    there, back = "type: expected _TensorMeta, got _DTensorMeta", "type: expected _DTensorMeta, got _TensorMeta"
+    assert _utils.validate_metadata("d", plain, tensor) == [there]
+    assert _utils.validate_metadata("d", placed, torch.ones(4, 6)) == [back]
+    with pytest.raises(_utils.PipeliningMetadataError, match=f"d: {there}"):
+        _utils.validate_metadata("d", plain, tensor, raise_on_mismatch=True)
+    with pytest.warns(UserWarning, match=f"d: Metadata type mismatch. {there}"):
+        _utils.validate_metadata("d", plain, tensor, warn_on_mismatch=True)
+    with pytest.raises(_utils.PipeliningMetadataError, match="Expected plain tensor, got DTensor .of shape .4, 6"):
+        _TensorMeta.from_tensor(tensor)
+
+
+def test_whole_numbers_in_dtensors_have_no_gradient(mesh: DeviceMesh) -> None:
+    meta = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4, 6, dtype=torch.int64), mesh, [Replicate()]))
+    made = dataclasses.replace(meta, requires_grad=True).to_dtensor("cpu", mesh)
+    assert isinstance(made, DTensor)
+    assert not made.requires_grad
+
+
+def test_a_mesh_without_names(mesh: DeviceMesh) -> None:
+    unnamed = init_device_mesh("cpu", (1,))
+    meta = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4), unnamed, [Replicate()]))
+    assert meta.mesh_cache_key == ((), unnamed._layout)
+    assert _DTensorMeta(torch.Size([4]), (1,), torch.float32, False).mesh_dim_names == ()
+
+
+def test_gradients_of_dtensors(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()]).requires_grad_()
+    _utils.validate_static_arg_grad_correspondence(0, (tensor,), (tensor.detach(),), True)
+    told = r"Stage 0: input_args\[0\] is a DTensor, but input_grads\[0\] is a Tensor, expected DTensor or None"
+    with pytest.raises(_utils.PipeliningMetadataError, match=told):
+        _utils.validate_static_arg_grad_correspondence(0, (tensor,), (torch.ones(2, 4),), True)
+    with pytest.raises(_utils.PipeliningMetadataError, match=told.replace("input", "output")):
+        PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", output_args=tensor, output_grads=torch.ones(2, 4))
+    metas = _utils.extract_tensor_metas((tensor,))
+    assert metas is not None
+    assert _utils._derive_grad_metas(metas) == (None,)  # its placements are not known
+    plain = _TensorMeta.from_tensor(torch.ones(2, 4))
+    only_in_gradients = _StageMeta((plain,), (plain,), metas, None)
+    assert not only_in_gradients.has_dtensors()
+    assert not _utils.InferenceMode.needs_dynamic(only_in_gradients, True)
 
 
 def test_metas_and_meshes_of_dtensors(mesh: DeviceMesh) -> None:

@@ -44,15 +44,50 @@ def test_kinds(tmp_path: Path) -> None:
         fails(NotImplementedError, "format='zz' is not known", call, tmp_path / "order.csv", format="zz")
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"input_args": (3,)}, r"Stage 0: input_args\[0\] has type int, and all of them must be tensors: pass other"),
+        ({"input_args": (None,)}, r"Stage 0: input_args\[0\] is None, and all of them must be tensors"),
+        ({"input_args": "x"}, r"Stage 0: input_args must be a tensor, or a tuple or list of tensors; got str"),
+        ({"input_args": ({"ids": [3]},)}, r"Stage 0: input_args\[0\] has type int"),
+        ({"output_args": (torch.ones(2), 3)}, r"Stage 0: output_args\[1\] has type int"),
+        ({"output_grads": (3,)}, r"Stage 0: output_grads\[0\] has type int"),
+        ({"input_grads": 3.5}, r"Stage 0: input_grads must be a tensor, .* got float"),
+    ],
+)
+def test_examples_that_are_no_tensors(given: dict[str, Any], told: str) -> None:
+    """They were taken, and a later step failed for "input_args , the number of samples aside"."""
+    fails(PipeliningMetadataError, told, one_stage, **given)
+
+
+def test_examples_of_gradients_may_be_none() -> None:
+    x = torch.ones(2, 4)
+    trained(one_stage(input_args=x, output_args=[x], input_grads=(None,), output_grads=(x, None)))
+
+
+def too_many_ranks(rank: int) -> tuple[str, bool]:
+    with pytest.raises(RuntimeError) as caught:
+        PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
+    return str(caught.value), isinstance(caught.value, PipeError)
+
+
+@pytest.mark.distributed
+def test_a_group_with_more_ranks_than_stages(two_ranks: Ranks) -> None:
+    for message, own in two_ranks.run(too_many_ranks):
+        assert own
+        assert "Pipeline group size 2 cannot be larger than number of stages 1: every rank of the group has" in message
+        assert "as group=, or cut the model into at least 2 stages" in message
+
+
 def test_declared_tensors_are_compared_in_full_if_asked() -> None:
     x = torch.ones(3, 4)
-    for declared in ({"input_args": (x,)}, {"output_args": (x,)}):
-        stage = one_stage(**declared)
+    for side in ("input", "output"):
+        stage = one_stage(**{f"{side}_args": (x,)})
         trained(stage)  # the number of samples may be another
         stage._runtime_validate = True
-        fails(
-            PipeliningMetadataError, "stage 0 was made with .*_args float32.3, 4., and has float32.2, 4", trained, stage
-        )
+        told = f"Stage 0 forward {side}s.0.: shape mismatch: stage 0 was made with {side}_args float32.3, 4., and has "
+        fails(PipeliningMetadataError, f"{told}float32.2, 4. in a microbatch", trained, stage)
     stage = one_stage(input_args=x[:2], output_args=x[:2])
     stage._runtime_validate = True
     trained(stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from pipecut import Pipe as OwnPipe
 from pipecut.compat import _IR, _debug, _utils, microbatch, schedules
 from pipecut.compat._schedule_visualizer import add_schedule_op_spacing, get_schedule_ops, visualize_schedule
+from pipecut.errors import PipeError
 
 META = _utils._TensorMeta.from_tensor(torch.ones(2, 3, requires_grad=True))
 OTHER = _utils._TensorMeta.from_tensor(torch.ones(3, 2, dtype=torch.float64))
@@ -26,6 +28,10 @@ def test_stages_are_placed_on_ranks() -> None:
     assert _utils.generate_rank_to_stage_mapping(4, 2) == {0: [0], 1: [1]}
     with pytest.raises(ValueError, match="Style x is not supported"):
         _utils.generate_stage_to_rank_mapping(2, 4, "x")
+    with pytest.raises(
+        PipeError, match="num_stages=5 must be evenly divisible by pp_size=2 in style 'v'.*or style 'loop'"
+    ):
+        _utils.generate_stage_to_rank_mapping(2, 5, "v")
 
 
 def test_tensor_metas() -> None:
@@ -39,10 +45,21 @@ def test_tensor_metas() -> None:
     assert _utils._derive_grad_metas((META, OTHER))[1] is None
     assert _utils.extract_tensor_metas(None) is None
     assert _utils.extract_tensor_metas((torch.ones(1), None), allow_none=True)[1] is None  # type: ignore[index]
-    with pytest.raises(RuntimeError, match="a tensor is None: pass allow_none=True"):
+    with pytest.raises(
+        RuntimeError, match="None values are not allowed here, and tensor 0 is None: pass allow_none=True"
+    ):
         _utils.extract_tensor_metas((None,))
     with pytest.raises(_utils.PipeliningMetadataError, match="expected a tensor, got int: pass other values as"):
         _utils.extract_tensor_metas((torch.ones(1), 3))
+    assert _utils.extract_tensor_metas((torch.ones(2, 3, requires_grad=True), 5), allow_none=True) == (META, None)
+
+
+def test_whole_numbers_have_no_gradient() -> None:
+    meta = dataclasses.replace(META, dtype=torch.int64)
+    assert meta.requires_grad
+    assert not meta.to_tensor("cpu").requires_grad
+    assert dataclasses.replace(META, dtype=torch.complex64).to_tensor("cpu").requires_grad
+    assert not _utils._make_tensor_from_meta(META, "cpu").requires_grad
 
 
 def test_mismatches_are_returned_raised_or_warned_of() -> None:
@@ -60,6 +77,11 @@ def test_mismatches_are_returned_raised_or_warned_of() -> None:
     ):
         with pytest.raises(RuntimeError, match=told):
             _utils.validate_tensors_metadata("x", expected, actual)
+        with pytest.warns(UserWarning, match=told.replace("shape", "Metadata mismatch. shape")):
+            differences = _utils.validate_tensors_metadata(
+                "x", expected, actual, raise_on_mismatch=False, warn_on_mismatch=True
+            )
+        assert differences
 
 
 def test_arguments_and_their_gradients() -> None:
@@ -67,7 +89,11 @@ def test_arguments_and_their_gradients() -> None:
     assert _utils.validate_and_normalize_to_tuple(None) is None
     assert _utils.validate_and_normalize_to_tuple([x]) == (x,)
     assert _utils.validate_and_normalize_to_tuple((x, None), allow_none=True) == (x, None)
-    for given, told in (((x, None), r"stage arg\[1\] is None"), ((1,), r"stage arg\[0\] is int"), (3, "got int")):
+    for given, told in (
+        ((x, None), r"Stage arg\[1\] is None, and all of them must be tensors: pass other values by keyword"),
+        ((1,), r"Stage arg\[0\] has type int, and all of them must be tensors"),
+        (3, "Stage arg must be a tensor, or a tuple or list of tensors; got int"),
+    ):
         with pytest.raises(RuntimeError, match=told):
             _utils.validate_and_normalize_to_tuple(given)
     _utils.validate_static_arg_grad_correspondence(0, (x,), (torch.ones(2),), True)
@@ -94,7 +120,9 @@ def test_stage_metas_and_meshes() -> None:
     with pytest.raises(RuntimeError, match="pass get_mesh= to the stage"):
         cache.get_mesh((("tp",), None))
     nothing = _utils._MeshCache(lambda names, layout: None)
-    with pytest.raises(_utils.PipeliningMetadataError, match=r"get_mesh= returned None for the dims \('tp',\)"):
+    with pytest.raises(
+        _utils.PipeliningMetadataError, match=r"get_mesh= callback returned None for the dims \('tp',\)"
+    ):
         nothing.get_mesh((("tp",), None))
     assert len(nothing) == 0
     mesh: Any = SimpleNamespace()
