@@ -123,6 +123,7 @@ def test_chunks_of_dtensors(mesh: DeviceMesh) -> None:
     whole = torch.arange(8.0).reshape(4, 2)
     spec = microbatch.TensorChunkSpec(0)
     chunks = microbatch._split_tensor(distribute_tensor(whole, mesh, [Shard(1)]), spec, 2)
+    assert isinstance(chunks, list)
     assert all(isinstance(chunk, DTensor) and chunk.placements == (Shard(1),) for chunk in chunks)
     (merged,) = microbatch.merge_chunks([(chunk,) for chunk in chunks], (spec,))
     assert merged.placements == (Shard(1),)
