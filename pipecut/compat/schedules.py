@@ -154,23 +154,24 @@ def _check_torch_compile_compatibility(stages: list[PipelineStage], schedule_nam
     refuse_compiled(stages, schedule_name)
 
 
-def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work | None]:
     """Begin transfers: sends only, or receives only, one by one; both in one batch, which cannot deadlock."""
     kinds = {op.op for op in p2p_ops}
     if not p2p_ops:
         return []
     if len(kinds) > 1:
         return list(dist.batch_isend_irecv(p2p_ops))
-    return [work for op in p2p_ops if (work := _begin(op)) is not None]
+    return [_begin(op) for op in p2p_ops]
 
 
 def _begin(op: dist.P2POp) -> dist.Work | None:
+    # None where the other end of the transfer is outside of the group.
     if op.op in (dist.isend, torch.distributed.distributed_c10d.isend):
         return dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
     return dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
 
 
-def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
+def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work | None]]:
     """Begin transfers, those with one peer together, in the order of peers; the works by peer."""
     peers = sorted({op.peer for op in p2p_ops})
     return {peer: _batch_p2p([op for op in p2p_ops if op.peer == peer], desc) for peer in peers}
@@ -178,7 +179,8 @@ def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dic
 
 def _wait_batch_p2p(work: Iterable[Any]) -> None:
     for each in work:
-        each.wait()
+        if each is not None:
+            each.wait()
 
 
 def _dump_chrometrace(schedule: _Order, filename: str) -> None:
@@ -186,7 +188,7 @@ def _dump_chrometrace(schedule: _Order, filename: str) -> None:
     kinds = {True: "computation", False: "communication"}
     events: list[dict[str, Any]] = [
         {"name": str(action), "cat": kinds[action.is_compute_op], "ph": "X", "ts": step, "dur": 1}
-        | {"pid": rank, "tid": kinds[action.is_compute_op]}
+        | {"pid": rank, "tid": rank}
         for rank in sorted(schedule)
         for step, action in enumerate(schedule[rank])
         if action is not None

@@ -24,6 +24,13 @@ def trained(stage: PipelineStage, **options: Any) -> Any:
     return schedule.step(torch.ones(4, 4), **({"target": torch.ones(4, 4)} | options))
 
 
+class Untraceable(nn.Module):
+    """Fails on the example inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise TypeError("misfit")
+
+
 def fails(kind: type[Exception], told: str, call: Any, *args: Any, **kwargs: Any) -> None:
     with pytest.raises(kind, match=told) as caught:
         call(*args, **kwargs)
@@ -37,6 +44,11 @@ def test_kinds(tmp_path: Path) -> None:
     fails(ValueError, "stage_index=1 does not fit num_stages=1", PipelineStage, nn.Linear(4, 4), 1, 1, "cpu")
     fails(ValueError, "no stage 7: this pipe has stages 0 to 1", pipe.get_stage_module, 7)
     fails(ValueError, "both given", pipeline, model, (torch.ones(2, 4),), split_spec=cut, split_policy=lambda _: [])
+    fails(
+        RuntimeError, "mb_args must be a tuple of positional arguments, got Tensor", pipeline, model, torch.ones(2, 4)
+    )
+    fails(RuntimeError, "mb_kwargs must be a dict", pipeline, model, (torch.ones(2, 4),), 3)
+    fails(RuntimeError, "misfit", pipeline, Untraceable(), (torch.ones(2, 4),))
     fails(RuntimeError, "got no target on the rank of the last stage", trained, one_stage(), target=None)
     fails(TypeError, "losses must be a list, which is filled; got int", trained, one_stage(), losses=3)
     runtime = schedules._PipelineScheduleRuntime([one_stage()], 2)
