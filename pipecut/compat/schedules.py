@@ -18,6 +18,7 @@ from ..schedule import peer_passes
 from ..schedule.action import Op
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
 from ..schedule.run import schedules as own
+from ..schedule.run.batch_maker import Given
 from ..schedule.run.custom import ActionContext
 from ..schedule.run.membership import refuse_compiled
 from ..schedule.run.schedule import PipelineSchedule
@@ -63,7 +64,6 @@ ScheduleLoopedBFS = own.ScheduleLoopedBFS
 ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
 ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
 ScheduleDualPipeV = own.ScheduleDualPipeV
-_ScheduleForwardOnly = own.ScheduleForwardOnly
 
 # What the peer's module has by its imports.
 logger = logging.getLogger(__name__)
@@ -96,6 +96,24 @@ class _PipelineContext(ABC):
 
 
 _PipelineContext.register(ActionContext)
+
+
+class ForwardOnlyError(InputError, RuntimeError):
+    """A loss was asked of a schedule that has none. It is a RuntimeError too, as with the peer."""
+
+
+class _ScheduleForwardOnly(own.ScheduleForwardOnly):
+    """Forwards only, and no loss."""
+
+    def _check_given(self, given: Given) -> None:
+        passed = {"target": given.target, "losses": given.losses}
+        names = [name for name, value in passed.items() if value is not None]
+        if names:
+            raise ForwardOnlyError(
+                f"Forward-only schedule does not support loss computation, and got {' and '.join(names)}: leave out "
+                f"{' and '.join(names)}, or call eval() of another schedule, such as ScheduleGPipe, with loss_fn="
+            )
+        super()._check_given(given)
 
 
 class _CustomFunctionProtocol(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from pipecut.compat import PipelineStage, SplitPoint, pipeline, schedules
+from pipecut.compat._schedule_visualizer import get_schedule_ops
 from pipecut.compat._utils import PipeliningMetadataError
 from pipecut.errors import PipeError
 from tests.distributed.ranks import Ranks
@@ -90,6 +92,62 @@ def test_a_group_with_more_ranks_than_stages(two_ranks: Ranks) -> None:
         assert own
         assert "Pipeline group size 2 cannot be larger than number of stages 1: every rank of the group has" in message
         assert "as group=, or cut the model into at least 2 stages" in message
+
+
+def test_kinds_of_orders_that_are_not_there(tmp_path: Path) -> None:
+    runtime = schedules._PipelineScheduleRuntime([one_stage()], 2)
+    missing = tmp_path / "missing.csv"
+    for format in ("compute_only", "compute_comms"):
+        for kind in (AttributeError, ValueError):
+            fails(kind, "Runtime has no order of actions yet: set pipeline_order", runtime._dump_csv, missing, format)
+        for kind in (FileNotFoundError, ValueError):
+            fails(kind, "Cannot read the plan .*missing.csv: No such", runtime._load_csv, missing, format)
+    fails(AttributeError, "Runtime has no order of actions yet: set pipeline_order", runtime._simulate)
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize(("name", "fits", "other"), [("ZBVZeroBubble", 2, 1), ("DualPipeV", 2, 3), ("GPipe", 1, 2)])
+def test_kinds_of_other_numbers_of_stages_a_rank(name: str, fits: int, other: int) -> None:
+    told = f"num_stages_per_rank to be {fits}, got {other}: Schedule{name} has {fits} on each rank"
+    for kind in (AssertionError, ValueError):
+        fails(kind, told, get_schedule_ops, name, 2, 8, num_stages_per_rank=other)
+    assert len(get_schedule_ops(name, 2, 8, num_stages_per_rank=fits)) == 2
+
+
+def test_a_private_name_is_no_schedule() -> None:
+    with pytest.raises(ValueError, match="Unknown schedule name '_ScheduleForwardOnly'.*Did you mean 'ForwardOnly'"):
+        schedules.get_schedule_class("_ScheduleForwardOnly")
+
+
+def test_forwards_only_have_no_loss() -> None:
+    """The loss was computed, where code for the peer expects to be told that it is not."""
+    x = torch.ones(4, 4)
+    schedule = schedules._ScheduleForwardOnly(one_stage(), 2, loss_fn=nn.functional.mse_loss)
+    for options, named in (
+        ({"target": x}, "target"),
+        ({"losses": []}, "losses"),
+        ({"target": x, "losses": []}, "target and"),
+    ):
+        told = f"Forward-only schedule does not support loss computation, and got {named}.* call eval.. of another"
+        fails(RuntimeError, told, schedule.step, x, **options)
+        fails(RuntimeError, told, schedule.eval, x, **options)
+    assert schedule.step(x).shape == x.shape
+
+
+def forwards_only_on_ranks(rank: int) -> str:
+    schedule = schedules._ScheduleForwardOnly(PipelineStage(nn.Linear(4, 4), rank, 2, "cpu"), 2)
+    with pytest.raises(RuntimeError) as caught:
+        schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), **({"target": torch.ones(4, 4)} if rank else {}))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_forwards_only_have_no_loss_on_ranks(two_ranks: Ranks) -> None:
+    """Also where only the last rank was given a target: nobody waits for it."""
+    messages = two_ranks.run(forwards_only_on_ranks)
+    two_ranks.close()
+    told = "rank 1 failed before its first action.*Forward-only schedule does not support loss computation"
+    assert all(re.search(told, message) for message in messages), messages
 
 
 def test_declared_tensors_are_compared_in_full_if_asked() -> None:
