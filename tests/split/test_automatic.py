@@ -51,6 +51,24 @@ def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:
     assert [info.modules for info in pipe.stage_infos] == [("0", "1", "2"), ("3", "4")]
 
 
+def test_einsum_weighs_as_much_as_the_product_that_it_is() -> None:
+    """einsum counted as no work at all: 9 of 12 equal layers came to lie in the first of two stages."""
+
+    class Einsum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bti,ij->btj", x, self.weight)
+
+    model = nn.Sequential(*(Einsum() for _ in range(6)), *(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    pipe = pipeline(model, (torch.randn(8, 64, 64),), num_stages=2)
+    assert [len(info.modules) for info in pipe.stage_infos] == [6, 6]
+    chain = chain_of(pipe.traced)
+    assert chain.deferred == (2 * 8 * 64 * 64 * 4,) * 12
+
+
 def test_at_equal_balance_the_cut_goes_where_least_is_sent() -> None:
     narrow = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2), nn.Linear(2, 64), nn.Linear(64, 64))
     pipe = pipeline(narrow, (torch.ones(4, 64),), num_stages=2)
