@@ -17,6 +17,7 @@ from ..split.chain import Chain, StageCost
 from ..split.costs.machine import Machine
 from .choices import Choice, in_flight
 from .deferral import pending_bytes, split_times, stages_that_hold
+from .tied import simulate_tied, tied_like
 
 ROUNDS = 4
 
@@ -53,7 +54,7 @@ class Candidate:
 
     def with_plan(self, plan: Plan) -> Candidate:
         """The same cut under another plan."""
-        return replace(self, report=simulate(plan, self.report.costs), searched=True)
+        return replace(self, report=simulate(tied_like(self.plan, plan), self.report.costs), searched=True)
 
     def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
         """The same with the times that its stages were seen to take."""
@@ -137,7 +138,8 @@ def _cut_once(
     costs = costs_of(stages, held, speed_of, chain.machine)
     working = [max(stages[stage].working_bytes for stage in held) for held in plan.placement.stages_of]
     kept = [size + more for size, more in zip(kept, working, strict=True)]
-    return Candidate(choice, cut, simulate(plan, costs), tuple(kept))
+    report = simulate_tied(plan, costs, cut.chain.ties(cut.balance.cuts))
+    return Candidate(choice, cut, report, tuple(kept))
 
 
 def _activations(chain: Chain, cut: BalancedCut) -> list[float]:

@@ -88,7 +88,7 @@ class _ChainMaker:
                 if self.traced.steps[index].kind == "state":
                     users.setdefault(index, set()).add(block_of[step.index])
         found = []
-        for index, blocks in users.items():
+        for index, blocks in sorted(users.items(), key=lambda item: self.finder.place_of_parameter(item[0])):
             size = self._number(bytes_of(self.traced.steps[index]))
             spec = self.traced.steps[index].spec
             is_parameter = self.finder.is_parameter(index)

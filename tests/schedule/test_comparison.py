@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipecut.errors import PlanError
-from pipecut.schedule import Costs, Timeline, compare, plan_for, simulate
+from pipecut.schedule import Costs, Dataflow, Plan, Timeline, compare, plan_for, simulate
 
 REPORT = simulate(plan_for("ZB-H1", ranks=2, microbatches=3), Costs(forward=2, backward_input=3, backward_weight=1))
 
@@ -51,3 +51,15 @@ def test_a_run_of_another_plan() -> None:
     other = simulate(plan_for("1F1B", ranks=2, microbatches=3), Costs())
     with pytest.raises(PlanError, match="0B0 was executed and is not in the plan 'ZB-H1"):
         compare(REPORT, other.timeline)
+
+
+def test_the_sum_of_a_tie_is_compared_without_the_wait_for_the_last_rank() -> None:
+    flow = Dataflow.chain(2, ties=[{0, 1}])
+    rows = {0: ["0F0", "0B0", "0REDUCE_TIES0"], 1: ["1F0", "1B0", "1REDUCE_TIES0"]}
+    report = simulate(Plan.from_actions(rows, dataflow=flow), Costs(transfer=1, tie_bytes=[10]))
+    spans = [
+        span._replace(start=span.start - 2) if str(span.action) == "1REDUCE_TIES0" else span for span in report.timeline
+    ]
+    compared = compare(report, replace(report.timeline, spans=tuple(spans)))
+    (line,) = [each for each in compared.kinds if "tie" in each.what]
+    assert (line.what, line.predicted, line.executed) == ("reduce ties", 4.0, 4.0)

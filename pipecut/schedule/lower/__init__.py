@@ -12,7 +12,7 @@ from .backwards import merge_backwards
 from .bubbles import add_bubbles, drop_bubbles
 from .receives import receive_early, receive_late
 from .sharding import add_reduce_grad, add_unshard_reshard
-from .ties import add_reduce_ties
+from .ties import add_reduce_ties, drop_reduce_ties
 from .transfers import add_transfers
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "add_transfers",
     "add_unshard_reshard",
     "drop_bubbles",
+    "drop_reduce_ties",
     "lower",
     "merge_backwards",
     "receive_early",
