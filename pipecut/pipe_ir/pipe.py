@@ -98,7 +98,8 @@ class Pipe:
     True
 
     `recomputed` are values that a stage makes once more instead of receiving them, `only_returned` those that come to
-    the last stage from earlier ones and are used there for nothing but the model's output.
+    the last stage from earlier ones and are used there for nothing but the model's output. `balance` says in words how
+    even stages are that were found automatically.
     """
 
     traced: TracedModel
@@ -109,6 +110,7 @@ class Pipe:
     unused_parameters: tuple[str, ...]
     recomputed: tuple[RecomputedValue, ...] = ()
     only_returned: tuple[int, ...] = ()
+    balance: str = ""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -251,6 +253,9 @@ class Pipe:
           - batch may change from call to call: the code that is cut decides nothing by it
         fixed by the trace
           - dim 1 of input is 4: as in the example, since nobody asked for anything else
+        balance
+          - the busiest rank takes 0.01211 ms for a microbatch, 1.197 times the mean of 0.01011 ms; no cut takes less than
+            0.01211 ms (proven best), by analytic times
         modules
           - stage 0: whole, running their own code: 0; as generated code: the model itself
           - stage 1: whole, running their own code: 1; as generated code: the model itself

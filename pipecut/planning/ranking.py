@@ -41,6 +41,7 @@ class Winner:
     report: Report
     memory: tuple[float, ...]
     alternatives: tuple[Alternative, ...]
+    balance: str
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Ranking:
             if each is not best
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
-        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found))
+        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found), best.cut.words)
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:
         best = self.candidates[0]

@@ -34,9 +34,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The ticks at which stages 1, 2, ... begin."""
+    """The ticks at which stages 1, 2, ... begin; `balance` says in words how even the stages are, where it is known."""
 
     cuts: tuple[Cut, ...]
+    balance: str = ""
 
     @property
     def ticks(self) -> tuple[int, ...]:

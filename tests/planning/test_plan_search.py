@@ -118,7 +118,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         TrainingPlan.load(path, nn.Linear(8, 8), torch.ones(4, 8))
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"version": 99}))
-    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 1"):
+    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 2"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text(json.dumps({key: value for key, value in content.items() if key != "cuts"}))
     with pytest.raises(InputError, match=r"is damaged \(KeyError: 'cuts'\): make the plan again"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipecut import Pipe, PipeWarning, pipeline
+from pipecut import Pipe, PipeWarning, SplitPoint, pipeline
 from pipecut.errors import InputError, SplitError
 from pipecut.measurement import stage_times
 from pipecut.measurement.chain import measured_chain
@@ -284,3 +285,19 @@ class NumberFromData(nn.Module):
 def test_no_cut_where_a_number_from_the_data_would_cross() -> None:
     pipe = pipeline(NumberFromData(), (torch.randn(4, 16),), num_stages=2)
     assert {name.split(".")[1] for name, _ in pipe.stages[1].named_parameters()} == {"5"}
+
+
+def test_the_balance_of_an_automatic_cut_is_printed() -> None:
+    """Bottleneck, mean and the proven bound were found, and thrown away with the chain."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    pipe = pipeline(model, (torch.ones(4, 8),), num_stages=2)
+    assert f"balance: {pipe.balance}" in str(pipe)
+    assert pipe.explain()["balance"] == (pipe.balance,)
+    assert re.fullmatch(
+        r"the busiest rank takes [\d.]+ ms for a microbatch, 1\.\d+ times the mean of [\d.]+ ms; no cut takes less "
+        r"than [\d.]+ ms \(proven best\), by analytic times",
+        pipe.balance,
+    )
+    assert pipeline(model, (torch.ones(4, 8),), num_stages=2, cost="measured").balance.endswith("by measured times")
+    by_hand = pipeline(model, (torch.ones(4, 8),), split_spec={"1": SplitPoint.BEGINNING})
+    assert "balance" not in str(by_hand)
