@@ -242,8 +242,9 @@ class Pipe:
     def explain(self) -> Explanation:
         """In plain words: what was traced, what is fixed by that, what is cut, sent and recomputed, and why.
 
-        >>> from pipecut import pipeline
-        >>> pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(3, 4),), num_stages=2)
+        >>> from pipecut import SplitPoint, pipeline
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> pipe = pipeline(model, (torch.ones(3, 4),), split_spec={"1": SplitPoint.BEGINNING})
         >>> print(pipe.explain())
         Sequential in 2 stages
         traced
@@ -253,9 +254,6 @@ class Pipe:
           - batch may change from call to call: the code that is cut decides nothing by it
         fixed by the trace
           - dim 1 of input is 4: as in the example, since nobody asked for anything else
-        balance
-          - the busiest rank takes 0.01211 ms for a microbatch, 1.197 times the mean of 0.01011 ms; no cut takes less than
-            0.01211 ms (proven best), by analytic times
         modules
           - stage 0: whole, running their own code: 0; as generated code: the model itself
           - stage 1: whole, running their own code: 1; as generated code: the model itself
