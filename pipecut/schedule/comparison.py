@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..errors import PlanError
 from .action import Op
+from .executed_plan import check_executed
 from .report import Report
 from .timeline import Span, Timeline
 
@@ -61,6 +62,7 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
     """Lay what was foretold over what happened.
 
     `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
+    On the others all that was planned must have been executed, in the planned order.
     Clocks of several machines may differ; on one they do not.
 
     >>> from pipecut.schedule import Costs, plan_for, simulate
@@ -79,10 +81,7 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
     seen = [span for timeline in timelines for span in timeline if span.action.is_compute or span.action.op in timed]
     if not seen:
         raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")
-    planned = {span.action for span in report.timeline}
-    strange = [span.action for span in seen if span.action not in planned]
-    if strange:
-        raise PlanError(f"{strange[0]} was executed and is not in the plan '{report.plan.name}': compare a run of it.")
+    check_executed(report, seen)
     present = sorted({span.rank for span in seen})
     foretold = [span for span in report.timeline if span.rank in present]
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
