@@ -5,9 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from .budget import Budget
-from .candidate import Candidate, merit
+from .candidate import Candidate, accepted, merit
 from .critical import Place, critical_places
-from .greedy import TOLERANCE
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Clock, Timing
 
@@ -55,14 +54,12 @@ class _Moving:
             self.critical = None
             history[number % LATE] = now
             if merit(timing, self.objective) < self.best.merit(self.objective):
-                self.best = Candidate("moved passes", self.problem, [list(each) for each in self.rows], timing)
+                made = accepted("moved passes", self.clock, [list(each) for each in self.rows])
+                self.best = made or self.best
         return self.best
 
     def _timed(self, rank: int) -> Timing | None:
-        limit = self.problem.limits[rank]
-        if self.clock.peak(self.rows[rank]) > limit + TOLERANCE * abs(limit):
-            return None
-        return self.clock.times(self.rows)
+        return self.clock.times(self.rows) if self.clock.fits(rank, self.rows[rank]) else None
 
     def _cost(self, timing: Timing) -> float:
         """The time that counts and, with little weight, that of all ranks: many of them may be the longest."""

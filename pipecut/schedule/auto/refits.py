@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from .budget import Budget
-from .candidate import Candidate
+from .candidate import Candidate, accepted
 from .problem import FULL, INPUT, Problem, Row
 from .refit import Putting, refitted
 from .timing import Clock
@@ -14,12 +14,15 @@ UNLIMITED = 1 << 30
 
 
 def refits(clock: Clock, candidates: Iterable[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
-    """The best way that was found to put the weight gradients of each candidate."""
+    """The best way that was found to put the weight gradients of each candidate, if there is one within the limits."""
     for candidate in candidates:
         rows = split_backwards(clock.problem, candidate.rows)
-        made = [refitted(clock, rows, putting) for putting in _puttings(clock.problem.ranks)]
-        named = [Candidate(f"{candidate.name}, refitted", clock.problem, draft.rows, draft.timing) for draft in made]
-        yield min(named, key=lambda each: each.merit(objective))
+        name = f"{candidate.name}, refitted"
+        puttings = _puttings(clock.problem.ranks)
+        made = (accepted(name, clock, refitted(clock, rows, putting)) for putting in puttings)
+        fitting = [each for each in made if each is not None]
+        if fitting:
+            yield min(fitting, key=lambda each: each.merit(objective))
         if budget.is_over():
             return
 

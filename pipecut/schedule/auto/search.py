@@ -19,7 +19,7 @@ from .drafts import drafted, tuned
 from .fixed import fixed_candidates
 from .found import FoundPlan, Tried
 from .greedy import Rules
-from .limits import MemoryLimit, limits_of, nothing_fits, shortage
+from .limits import Excess, MemoryLimit, limits_of, nothing_fits
 from .moves import moved
 from .problem import Problem, problem_for
 from .refits import refits
@@ -81,10 +81,11 @@ def search_schedule(
 ) -> FoundPlan:
     """The best plan found for these costs, with a report, a lower bound, and all that was tried.
 
-    `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each. `placement` is "loop",
-    "v" or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or
-    else 1 and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the
-    batch is cut into the first number of them, and scale with its size; the latency of a Link stays.
+    `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each, inf for none. No rank
+    of the plan holds more, and no fixed schedule of the same placement that fits is better. `placement` is "loop", "v"
+    or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or else 1
+    and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the batch is
+    cut into the first number of them, and scale with its size; the latency of a Link stays.
 
     `objective="span"` makes the longest time from a rank's first pass to its last small: the time of a step, if ranks
     begin the next one without waiting for the others. `"makespan"` counts from the first start to the last end.
@@ -129,11 +130,8 @@ class _Search:
             self._add(arrangement, limits)
         if not self.problems:
             raise self.errors[0]
-        fitting = {each: problem for each, problem in self.problems.items() if shortage(problem) is None}
-        if not fitting:
-            raise nothing_fits(list(self.problems.values()))
-        self.problems = fitting
-        self.bounds = {each: lower_bound(problem, objective) for each, problem in fitting.items()}
+        self._add_fixed()
+        self.bounds = {each: lower_bound(problem, objective) for each, problem in self.problems.items()}
 
     def _add(self, arrangement: Arrangement, limits: tuple[float, ...]) -> None:
         try:
@@ -143,22 +141,16 @@ class _Search:
             self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, str(error)))
             return
         self.problems[arrangement] = problem
-        short = shortage(problem)
-        if short is not None:
-            why = f"one microbatch at a time needs {short[1]:.6g} on rank {short[0]}"
-            self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, why))
 
     def run(self, random: Random) -> Candidate:
-        """The portfolio of all arrangements, then improvements of the best."""
+        """Refits of the fixed schedules, drafts by rules, then improvements of the best."""
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
-        for arrangement, problem in self.problems.items():
-            self._add_fixed(arrangement, problem)
         for arrangement in self.problems:
             self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
         for arrangement, problem in self.problems.items():
             if not self._is_proven(arrangement):
                 bound, part = self.bounds[arrangement], GRID / len(self.problems)
-                rules[arrangement] = drafted(problem, self.objective, bound, self.budget, part)
+                rules[arrangement] = drafted(Clock(problem), self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
                 self._refit(arrangement, best)
@@ -167,12 +159,21 @@ class _Search:
             self._improve(arrangement, rules.get(arrangement, []), 1 / len(finalists), random)
         return self._best()
 
-    def _add_fixed(self, arrangement: Arrangement, problem: Problem) -> None:
-        for name, candidate in fixed_candidates(problem):
-            if isinstance(candidate, Candidate):
-                self.candidates.append((arrangement, candidate))
-            else:
-                self.out.append(Tried(name, str(arrangement), arrangement.microbatches, None, candidate))
+    def _add_fixed(self) -> None:
+        """The fixed schedules of all arrangements; those of which none fits are left out."""
+        excesses = []
+        for arrangement, problem in self.problems.items():
+            for name, found in fixed_candidates(problem):
+                if isinstance(found, Candidate):
+                    self.candidates.append((arrangement, found))
+                    continue
+                self.out.append(Tried(name, str(arrangement), arrangement.microbatches, None, str(found)))
+                if isinstance(found, Excess):
+                    excesses.append(found)
+        if not self.candidates:
+            raise nothing_fits(excesses)
+        fitting = {arrangement for arrangement, _ in self.candidates}
+        self.problems = {each: problem for each, problem in self.problems.items() if each in fitting}
 
     def _refit(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
         if not self._is_proven(arrangement):
@@ -193,8 +194,9 @@ class _Search:
         self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
+        clock = Clock(self.problems[arrangement])
         for start in rules[:FINALISTS]:
-            made = tuned(start, objective, bound, budget, TUNING * part / FINALISTS, random)
+            made = tuned(clock, start, objective, bound, budget, TUNING * part / FINALISTS, random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:FINALISTS]:
