@@ -14,9 +14,9 @@ from .timing import Clock
 ONE_AT_A_TIME = "one microbatch at a time"
 
 
-def fixed_candidates(problem: Problem) -> Iterator[tuple[str, Candidate | Excess | str]]:
+def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | str]]:
     """The name of every fixed schedule with this placement, and its candidate or why it is out."""
-    clock = Clock(problem)
+    problem = clock.problem
     for name, rows in _rows(problem):
         if isinstance(rows, str):
             yield name, rows

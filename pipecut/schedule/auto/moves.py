@@ -14,15 +14,16 @@ LATE = 30  # a change is kept if it is no worse than what there was so many chan
 AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
 
 
-def moved(start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random) -> Candidate:
+def moved(
+    clock: Clock, start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random
+) -> Candidate:
     """The best of the plans that single moves lead to. The search may go through worse ones."""
-    return _Moving(start, objective, random).run(bound, budget, part)
+    return _Moving(clock, start, objective, random).run(bound, budget, part)
 
 
 class _Moving:
-    def __init__(self, start: Candidate, objective: str, random: Random) -> None:
-        self.problem, self.objective, self.random = start.problem, objective, random
-        self.clock = Clock(self.problem)
+    def __init__(self, clock: Clock, start: Candidate, objective: str, random: Random) -> None:
+        self.clock, self.problem, self.objective, self.random = clock, clock.problem, objective, random
         self.rows: list[Row] = [list(row) for row in start.rows]
         self.best = start
         self.starts = [0.0] * len(self.clock.lasts)

@@ -27,7 +27,7 @@ class Putting:
 
 
 def refitted(clock: Clock, rows: Sequence[Row], putting: Putting) -> tuple[Row, ...]:
-    """The rows with their weight gradients put anew; full backwards stay as they are. Passes are missing if stuck."""
+    """Rows of forwards and input gradients, with the weight gradients put in. Passes are missing if a rank is stuck."""
     return _Refitting(clock, rows, putting).run()
 
 
@@ -37,8 +37,7 @@ class _Refitting:
     def __init__(self, clock: Clock, rows: Sequence[Row], putting: Putting) -> None:
         self.clock, self.problem, self.putting = clock, clock.problem, putting
         self.block = self.problem.stages * self.problem.microbatches
-        weights = range(WEIGHT * self.block, (WEIGHT + 1) * self.block)
-        self.left = [[number for number in reversed(row) if number not in weights] for row in rows]
+        self.left = [row[::-1] for row in rows]
         self.waiting: list[deque[int]] = [deque() for _ in rows]
         self.rows: tuple[Row, ...] = tuple([] for _ in rows)
         self.done = [-1.0] * (clock.nothing + 2)

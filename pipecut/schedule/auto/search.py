@@ -21,7 +21,7 @@ from .found import FoundPlan, Tried
 from .greedy import Rules
 from .limits import Excess, MemoryLimit, limits_of, nothing_fits
 from .moves import moved
-from .problem import Problem, problem_for
+from .problem import problem_for
 from .refits import refits
 from .timing import Clock
 
@@ -92,7 +92,7 @@ def search_schedule(
 
     `time_budget` is in seconds of computing. How much is tried follows from it as a count, so that the same arguments
     give the same plan; only where the clock ends the search sooner (`ended_by_clock`), the result depends on the
-    machine.
+    machine. The fixed schedules are looked at in any case, and count.
 
     >>> found = search_schedule(ranks=4, microbatches=8, memory_limit=4, placement="v", time_budget=0.5)
     >>> found.time, found.lower_bound, found.gap
@@ -123,15 +123,15 @@ class _Search:
         self.objective, self.budget = objective, budget
         self.candidates: list[tuple[Arrangement, Candidate]] = []
         self.out: list[Tried] = []
-        self.problems: dict[Arrangement, Problem] = {}
+        self.clocks: dict[Arrangement, Clock] = {}  # of the problem of each
         self.errors: list[PlanError] = []
         limits = limits_of(memory_limit, every[0].placement.ranks)
         for arrangement in every:
             self._add(arrangement, limits)
-        if not self.problems:
+        if not self.clocks:
             raise self.errors[0]
         self._add_fixed()
-        self.bounds = {each: lower_bound(problem, objective) for each, problem in self.problems.items()}
+        self.bounds = {each: lower_bound(clock.problem, objective) for each, clock in self.clocks.items()}
 
     def _add(self, arrangement: Arrangement, limits: tuple[float, ...]) -> None:
         try:
@@ -140,17 +140,17 @@ class _Search:
             self.errors.append(error)
             self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, str(error)))
             return
-        self.problems[arrangement] = problem
+        self.clocks[arrangement] = Clock(problem)
 
     def run(self, random: Random) -> Candidate:
         """Refits of the fixed schedules, drafts by rules, then improvements of the best."""
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
-        for arrangement in self.problems:
+        for arrangement in self.clocks:
             self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
-        for arrangement, problem in self.problems.items():
+        for arrangement, clock in self.clocks.items():
             if not self._is_proven(arrangement):
-                bound, part = self.bounds[arrangement], GRID / len(self.problems)
-                rules[arrangement] = drafted(Clock(problem), self.objective, bound, self.budget, part)
+                bound, part = self.bounds[arrangement], GRID / len(self.clocks)
+                rules[arrangement] = drafted(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
                 self._refit(arrangement, best)
@@ -162,8 +162,8 @@ class _Search:
     def _add_fixed(self) -> None:
         """The fixed schedules of all arrangements; those of which none fits are left out."""
         excesses = []
-        for arrangement, problem in self.problems.items():
-            for name, found in fixed_candidates(problem):
+        for arrangement, clock in self.clocks.items():
+            for name, found in fixed_candidates(clock):
                 if isinstance(found, Candidate):
                     self.candidates.append((arrangement, found))
                     continue
@@ -173,12 +173,11 @@ class _Search:
         if not self.candidates:
             raise nothing_fits(excesses)
         fitting = {arrangement for arrangement, _ in self.candidates}
-        self.problems = {each: problem for each, problem in self.problems.items() if each in fitting}
+        self.clocks = {each: clock for each, clock in self.clocks.items() if each in fitting}
 
     def _refit(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
         if not self._is_proven(arrangement):
-            clock = Clock(self.problems[arrangement])
-            made = refits(clock, self._sorted(candidates), self.objective, self.budget)
+            made = refits(self.clocks[arrangement], self._sorted(candidates), self.objective, self.budget)
             self.candidates += [(arrangement, candidate) for candidate in made]
 
     def _is_proven(self, arrangement: Arrangement) -> bool:
@@ -194,13 +193,13 @@ class _Search:
         self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
-        clock = Clock(self.problems[arrangement])
+        clock = self.clocks[arrangement]
         for start in rules[:FINALISTS]:
             made = tuned(clock, start, objective, bound, budget, TUNING * part / FINALISTS, random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:FINALISTS]:
-            made = moved(first, objective, bound, budget, MOVING * part / FINALISTS, random)
+            made = moved(clock, first, objective, bound, budget, MOVING * part / FINALISTS, random)
             self.candidates.append((arrangement, made))
 
     def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:
