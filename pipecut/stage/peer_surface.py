@@ -17,6 +17,7 @@ from torch import Tensor
 from ..pipe_ir.structure import flatten
 from .examples import StageMetadataError
 from .not_called import NOT_CALLED
+from .on_mesh import OnMesh, placing_of, text_of
 from .passed_values import OnTheirWay, StageCallError, are_same
 from .replaced_attributes import ReplacedAttributes
 
@@ -48,7 +49,7 @@ _REPLACED = {
     **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _TRANSFERS),
     **dict.fromkeys(("_stage_meta", "_user_meta", "inputs_meta", "_outputs_meta", "grads_meta"), _SHAPES),
     **dict.fromkeys(("_inference_mode", "_fwd_outputs_for_bwd_meta"), _SHAPES),
-    "_mesh_cache": "only plain tensors go between stages: end a stage with to_local()",
+    "_mesh_cache": "a stage finds its meshes by itself, in what it was made with: pass get_mesh= for others",
     "backward_state": "what a backward has left is in stage.flights[microbatch].pending",
 }
 
@@ -343,7 +344,14 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+    return ", ".join(map(text_of, tensors))
+
+
+_LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda tensor: tensor.shape,
+    "dtype": lambda tensor: tensor.dtype,
+    "placement": lambda tensor: placing_of(OnMesh.of(tensor)),
+}
 
 
 def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
@@ -351,8 +359,8 @@ def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]
     if len(expected) != len(found):
         return f"{called}: expected {len(expected)} tensors, got {len(found)}"
     for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
-        for name in ("shape", "dtype"):
-            if getattr(wanted, name) != getattr(got, name):
+        for name, look in _LOOKS.items():
+            if look(wanted) != look(got):
                 return f"{called}[{place}]: {name} mismatch"
     return ""
 

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import PipeError
+from ...stage.microbatch.distributed_tensor import is_distributed
+from ...stage.on_mesh import in_order, text_of
 from ...stage.stage import Flight, PipelineStage
 from .batch import Batch
 from .graph_leaves import InnerLeaves
-from .mail import Mail, sendable
+from .mail import Mail
 
 
 class Gradients:
@@ -89,7 +92,7 @@ class Gradients:
             places = [by_place[at] for at in range(len(by_place))]
         metas = self.mail.metas((source, index), microbatch)
         parcel = [
-            _gradient(inputs[place], grads[place])
+            _gradient(inputs[place], grads[place], f"stage {index}, for a value of stage {source},")
             for place, meta in zip(places, metas, strict=True)
             if meta.requires_grad
         ]
@@ -119,6 +122,13 @@ def give_to_inputs(every: Sequence[Gradients]) -> None:
         torch.autograd.backward(tensors, grads)
 
 
-def _gradient(value: Tensor, grad: Tensor | None) -> Tensor:
+def _gradient(value: Tensor, grad: Tensor | None, ends: str) -> Tensor:
     """What is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
-    return torch.zeros_like(value, memory_format=torch.contiguous_format) if grad is None else sendable(grad)
+    if grad is None:
+        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    if is_distributed(value) != is_distributed(grad):
+        raise PipeError(
+            f"the gradient of {ends} is {text_of(grad)}, and the value is {text_of(value)}: a DTensor has a gradient "
+            "that is a DTensor, and a plain tensor one that is plain; look for a hook, or a backward, that converts it"
+        )
+    return in_order(grad)

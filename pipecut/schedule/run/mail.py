@@ -8,13 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PipeError
+from ...stage.microbatch.distributed_tensor import is_distributed
+from ...stage.moved_gradient import moved_to
+from ...stage.on_mesh import OnMesh, in_order, local_part
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
 from .batch import Batch
-from .parcels import Ends, Kind, Parcels
+from .description import Ends
+from .parcels import Kind, Parcels
 from .random_numbers import RandomNumbers
 from .transport import Arrival, Meta, Ready, Transport
+from .whole_tensors import WholeTensors, joints_of
 
 Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
 
@@ -73,11 +78,14 @@ class Mail:
         roots = self.batch.roots[microbatch]
         return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
 
-    def _kind(self, ends: Ends, microbatch: int) -> Kind:
-        return Kind(ends, self.batch.sizes[microbatch], self.batch.training)
+    def _kind(self, ends: Ends, microbatch: int, *, backward: bool = False) -> Kind:
+        return Kind(ends, self.batch.sizes[microbatch], self.batch.training, backward)
 
     def metas(self, ends: Ends, microbatch: int) -> tuple[Meta, ...]:
-        metas = self.parcels.metas(self._kind(ends, microbatch))
+        return self._known(self._kind(ends, microbatch))
+
+    def _known(self, kind: Kind) -> tuple[Meta, ...]:
+        metas = self.parcels.metas(kind)
         assert metas is not None  # a parcel is described before it comes
         return metas
 
@@ -101,10 +109,10 @@ class Mail:
     def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
         ports = self.stages[source].ports
         if ports is None:
-            return [sendable(output) for output in flight.outputs]
+            return [in_order(output) for output in flight.outputs]
         roots = self.batch.roots[microbatch] if source == 0 else {}
         return [
-            sendable(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
+            in_order(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
             for item in ports.outgoing.get(target, ())
         ]
 
@@ -112,7 +120,8 @@ class Mail:
         """What is sent is what the receiver expects; a gradient that nobody asked for would be lost in silence."""
         for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
             asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
-            if tuple(tensor.shape) == meta.shape and tensor.dtype == meta.dtype and asked_for:
+            alike = tuple(tensor.shape) == meta.whole_shape and tensor.dtype == meta.dtype
+            if alike and asked_for and OnMesh.of(tensor) == meta.on_mesh:
                 continue
             name, got = self.parcels.names(ends)[place], Meta.of(tensor)
             source, target = ends
@@ -129,12 +138,16 @@ class Mail:
         self._describe(key, parcel)
         parcel = parcel + self.random_numbers.outgoing(*key)
         if parcel:
-            self.transport.send(self.rank_of[key[1]], parcel)
+            self.transport.send(self.rank_of[key[1]], [local_part(tensor) for tensor in parcel])
 
     def send_gradients(self, action: Action) -> None:
         parcel = self._outgoing.pop((action.stage, action.other_stage, number(action)), None)
-        if parcel:
-            self.transport.send(self.rank_of[action.other_stage], parcel)
+        if not parcel:
+            return
+        peer = self.rank_of[action.other_stage]
+        kind = self._kind((action.other_stage, action.stage), number(action), backward=True)
+        self.parcels.tell(kind, self.transport, peer, parcel)
+        self.transport.send(peer, [_as_told(grad, meta) for grad, meta in zip(parcel, self._known(kind), strict=True)])
 
     def post(self, action: Action) -> None:
         """Post a receive, unless it is posted already."""
@@ -146,13 +159,14 @@ class Mail:
         if key in waiting:
             return
         peer = self.rank_of[action.other_stage]
-        if forward:
-            self.parcels.learn(self._kind(ends, microbatch), self.transport, peer)
-        metas = self.metas(ends, microbatch)
-        along = self.random_numbers.expected(*ends) if forward else ()
-        wanted = metas + along if forward else [meta for meta in metas if meta.requires_grad]
+        kind = self._kind(ends, microbatch, backward=not forward)
+        self.parcels.learn(kind, self.transport, peer)
+        metas = self._known(kind)
+        joints = joints_of(metas, self.stages[action.stage])
+        wanted = metas + self.random_numbers.expected(*ends) if forward else metas
         if wanted or forward:
-            waiting[key] = self.transport.receive(peer, wanted) if wanted else Ready([])
+            arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
+            waiting[key] = WholeTensors(arrival, joints) if joints else arrival
 
     def on_their_way(self, *, forward: bool) -> dict[tuple[int, int], list[Arrival]]:
         """The parcels from other ranks that were posted and not yet used, by stage and microbatch."""
@@ -165,8 +179,9 @@ class Mail:
 
     def size_of(self, action: Action) -> int | None:
         """The bytes that will arrive, if that is known."""
-        ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
-        metas = self.parcels.metas(self._kind(ends, number(action)))
+        forward = action.op is Op.RECV_F
+        ends = (action.other_stage, action.stage) if forward else (action.stage, action.other_stage)
+        metas = self.parcels.metas(self._kind(ends, number(action), backward=not forward))
         return None if metas is None else sum(meta.bytes for meta in metas)
 
     def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor]) -> None:
@@ -183,11 +198,12 @@ class Mail:
         return None if parcel is None else parcel.wait()
 
 
-def sendable(tensor: Tensor) -> Tensor:
-    """The tensor as it can be sent: in order, and with nothing left to be done when it is read."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
+def _as_told(grad: Tensor, meta: Meta) -> Tensor:
+    """What is sent of a gradient, which lies as its receiver was told."""
+    if meta.on_mesh is None:
+        return grad
+    assert is_distributed(grad)  # as the value is, which was checked
+    return local_part(moved_to(grad, meta.on_mesh))
 
 
 def number(action: Action) -> int:

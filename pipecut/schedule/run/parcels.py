@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...errors import PipeError
 from ...pipe_ir.ambient import ambient_autocast
 from ...pipe_ir.pipe import PipeInfo
 from ...pipe_ir.spec import TensorSpec
 from ...stage.ports import Item
+from .description import Ends, receive_description, send_description
 from .transport import Meta, Transport
-
-Ends = tuple[int, int]  # source stage, target stage
-LENGTH = 256  # numbers that describe a parcel whose contents are not known yet
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-DESCRIPTION = (Meta((LENGTH,), torch.int64, False),)
 
 
 class Kind(NamedTuple):
@@ -30,6 +21,7 @@ class Kind(NamedTuple):
     ends: Ends
     sizes: tuple[int, ...]  # of the microbatch: its symbolic dims, or a number that stands for all shapes
     training: bool
+    backward: bool = False  # the gradients that go back for it
 
 
 class TracedParcels:
@@ -39,15 +31,15 @@ class TracedParcels:
         self.symbols = sorted(str(symbol) for symbol in info.call.dims)
         self.items = items
         self.autocast = info.call.autocast
-        self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
+        self._bound: dict[Kind, tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...]:
         """What is in a parcel."""
-        key = (kind.ends, kind.sizes)
-        if key not in self._bound:
+        if kind not in self._bound:
             by_name = dict(zip(self.symbols, kind.sizes, strict=True))
-            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
-        return self._bound[key]
+            values = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
+            self._bound[kind] = _differentiated(values) if kind.backward else values
+        return self._bound[kind]
 
     def names(self, ends: Ends) -> list[str]:
         """The names of the values in a parcel."""
@@ -55,6 +47,11 @@ class TracedParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as in the trace."""
+        if got.on_mesh is not None:
+            return (
+                "stages of a traced model send plain tensors only: end this one with use_local_output=True or "
+                "to_local(), and begin the next one with PrepareModuleInput or DTensor.from_local()"
+            )
         now = ambient_autocast()
         if got.dtype != expected.dtype and now != self.autocast:
             is_, was = (f"on ({state})" if state else "off" for state in (now, self.autocast))
@@ -80,15 +77,29 @@ def _meta(spec: TensorSpec) -> Meta:
     return Meta(tuple(int(size) for size in spec.shape), spec.dtype, spec.requires_grad)
 
 
+def _differentiated(values: Sequence[Meta]) -> tuple[Meta, ...]:
+    """Of which values gradients go back."""
+    return tuple(meta for meta in values if meta.requires_grad)
+
+
 class LearntParcels:
-    """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
+    """Parcels of modules that were cut by hand: the first one of its kind goes with a description.
+
+    Gradients are like the values that they are for, and need none; but where a DTensor is, that of its gradient lies
+    on the mesh in a way of its own.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Kind, tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...] | None:
         """What is in a parcel, if one like it has been seen."""
-        return self._known.get(kind)
+        known = self._known.get(kind)
+        if known is not None or not kind.backward:
+            return known
+        values = self._known.get(kind._replace(backward=False))
+        wanted = None if values is None else _differentiated(values)
+        return None if wanted is None or any(meta.on_mesh for meta in wanted) else wanted
 
     def names(self, ends: Ends) -> list[str]:
         """The values have no names: what stage 2 returns is output 0, output 1..."""
@@ -97,6 +108,11 @@ class LearntParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as it was in the first microbatch of its kind."""
+        if got.on_mesh != expected.on_mesh:
+            return (
+                f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
+                "there, and return either DTensors or plain tensors"
+            )
         if got.dtype != expected.dtype:
             return (
                 f"check what the module of stage {source} returns; torch.autocast has to be the same on all ranks, and "
@@ -111,43 +127,16 @@ class LearntParcels:
 
     def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
         """Receive the description that goes before a parcel that is not known."""
-        if kind not in self._known:
-            (numbers,) = transport.receive(peer, DESCRIPTION).wait()
-            self._known[kind] = _read(numbers.tolist())
+        if self.metas(kind) is None:
+            self._known[kind] = receive_description(transport, peer)
 
     def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
-        if kind in self._known:
+        if self.metas(kind) is not None:
             return
         metas = self._known[kind] = tuple(Meta.of(tensor) for tensor in parcel)
         if peer != transport.rank:
-            device = parcel[0].device if parcel else None
-            transport.send(peer, [torch.tensor(_written(kind.ends, metas), dtype=torch.int64, device=device)])
-
-
-def _written(ends: Ends, metas: Sequence[Meta]) -> list[int]:
-    numbers = [len(metas)]
-    for place, meta in enumerate(metas):
-        if meta.dtype not in DTYPES:
-            raise PipeError(
-                f"output {place} of stage {ends[0]} is {meta.dtype}, which cannot be sent to stage {ends[1]}"
-            )
-        numbers += [DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
-    if len(numbers) > LENGTH:
-        raise PipeError(
-            f"stage {ends[0]} returns {len(metas)} tensors, too many to describe; return fewer, or larger, ones"
-        )
-    return numbers + [0] * (LENGTH - len(numbers))
-
-
-def _read(numbers: list[int]) -> tuple[Meta, ...]:
-    metas, place = [], 1
-    for _ in range(numbers[0]):
-        dtype, requires_grad, dims = numbers[place : place + 3]
-        place += 3
-        metas.append(Meta(tuple(numbers[place : place + dims]), DTYPES[dtype], bool(requires_grad)))
-        place += dims
-    return tuple(metas)
+            send_description(transport, peer, kind.ends, metas, parcel[0].device if parcel else None)
 
 
 Parcels = TracedParcels | LearntParcels
