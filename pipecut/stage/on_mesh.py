@@ -48,6 +48,17 @@ class OnMesh(NamedTuple):
         key = MeshKey.of(tensor.device_mesh)
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tuple(tensor.placements), key)
 
+    @property
+    def of_gradient(self) -> OnMesh:
+        """How its gradient goes from stage to stage: like the value; what is a sum for the value is whole.
+
+        These are the placements that torch promises for the gradient of `DTensor.from_local`.
+        """
+        from torch.distributed.tensor import Replicate
+
+        placements = [Replicate() if placement.is_partial() else placement for placement in self.placements]
+        return self._replace(placements=tuple(placements))
+
     def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
         """The DTensor of which this rank has a local part."""
         from torch.distributed.tensor import DTensor
@@ -72,6 +83,13 @@ def local_part(tensor: Tensor) -> Tensor:
 def gathered(tensor: Tensor) -> Tensor:
     """All of a DTensor as a plain tensor; a plain one as it is."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
+
+
+def lying_as(on_mesh: OnMesh, tensor: Any) -> Tensor:
+    """The same values of a DTensor, placed on its mesh like another one."""
+    alike = tuple(tensor.placements) == on_mesh.placements
+    placed: Tensor = tensor if alike else tensor.redistribute(placements=on_mesh.placements)
+    return placed
 
 
 def in_order(tensor: Tensor) -> Tensor:

@@ -164,14 +164,18 @@ def parallel_stages(name: str, *, local: bool) -> tuple[nn.Sequential, dict[int,
     return whole, modules, [PipelineStage(part, index, total, "cpu", group=group) for index, part in modules.items()]
 
 
-def train(rank: int, name: str) -> int:
-    whole, modules, stages = parallel_stages(name, local=True)
+def mean_squares(output: Tensor, target: Tensor) -> Tensor:
+    whole = output.full_tensor() if isinstance(output, DTensor) else output
+    return nn.functional.mse_loss(whole, target)
+
+
+def train(rank: int, name: str, local: bool) -> int:
+    whole, modules, stages = parallel_stages(name, local=local)
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    loss = nn.functional.mse_loss
-    schedule = schedules.get_schedule_class(name)(stages, 4, loss)  # type: ignore[arg-type]
+    schedule = schedules.get_schedule_class(name)(stages, 4, mean_squares)  # type: ignore[arg-type]
     losses: list[Tensor] = []
     schedule.step(*((x,) if 0 in modules else ()), target=y, losses=losses)
-    loss(whole(x), y).backward()
+    mean_squares(whole(x), y).backward()
     for index, module in modules.items():
         wanted = dict(whole[index].named_parameters())
         for parameter_name, parameter in module.named_parameters():
@@ -182,26 +186,10 @@ def train(rank: int, name: str) -> int:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("name", STAGES)
-def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(four_ranks: Ranks, name: str) -> None:
-    assert sorted(four_ranks.run(train, name)) == [0, 0, 4, 4]
-
-
-def send_dtensors(rank: int) -> str:
-    _, modules, stages = parallel_stages("1F1B", local=False)
-    schedule = schedules.Schedule1F1B(stages, 4, nn.functional.mse_loss)
-    x = torch.ones(8, 4, dtype=torch.float64)
-    with pytest.raises(RuntimeError) as caught:
-        schedule.step(*((x,) if 0 in modules else ()), target=x)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_a_dtensor_between_stages_is_refused(four_ranks: Ranks) -> None:
-    messages = four_ranks.run(send_dtensors)
-    four_ranks.close()
-    for message in messages:
-        assert (
-            "stage 0 returned a DTensor as output 0, and only plain tensors are sent to the next stage: end" in message
-        )
-        assert "use_local_output=True or to_local()" in message
+def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(
+    four_ranks: Ranks, name: str, local: bool
+) -> None:
+    """Plain tensors go from stage to stage, or DTensors."""
+    assert sorted(four_ranks.run(train, name, local)) == [0, 0, 4, 4]

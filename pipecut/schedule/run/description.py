@@ -28,8 +28,9 @@ def send_description(
     numbers = _written(ends, metas)
     numbers = [len(numbers), *numbers]
     numbers += [0] * (LENGTH - len(numbers))
-    messages = [part for part in (numbers[:LENGTH], numbers[LENGTH:]) if part]
-    transport.send(peer, [torch.tensor(part, dtype=torch.int64, device=device) for part in messages])
+    for message in (numbers[:LENGTH], numbers[LENGTH:]):
+        if message:
+            transport.send(peer, [torch.tensor(message, dtype=torch.int64, device=device)])
 
 
 def receive_description(transport: Transport, peer: int) -> tuple[Meta, ...]:

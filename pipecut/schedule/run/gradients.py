@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import PipeError
-from ...stage.microbatch.distributed_tensor import is_distributed
-from ...stage.on_mesh import in_order, text_of
+from ...stage.on_mesh import OnMesh, in_order, lying_as, text_of
 from ...stage.stage import Flight, PipelineStage
 from .batch import Batch
 from .graph_leaves import InnerLeaves
@@ -126,9 +125,11 @@ def _gradient(value: Tensor, grad: Tensor | None, ends: str) -> Tensor:
     """What is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
     if grad is None:
         return torch.zeros_like(value, memory_format=torch.contiguous_format)
-    if is_distributed(value) != is_distributed(grad):
+    lies, came = OnMesh.of(value), OnMesh.of(grad)
+    if (lies and lies.mesh) != (came and came.mesh):
         raise PipeError(
-            f"the gradient of {ends} is {text_of(grad)}, and the value is {text_of(value)}: a DTensor has a gradient "
-            "that is a DTensor, and a plain tensor one that is plain; look for a hook, or a backward, that converts it"
+            f"the gradient of {ends} is {text_of(grad)}, and the value is {text_of(value)}: the gradient of a DTensor "
+            "is one on the same mesh, and that of a plain tensor is plain; look for a hook, or a backward, that "
+            "converts it"
         )
-    return in_order(grad)
+    return in_order(grad if lies is None else lying_as(lies.of_gradient, grad))

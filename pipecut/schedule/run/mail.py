@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PipeError
-from ...stage.microbatch.distributed_tensor import is_distributed
-from ...stage.moved_gradient import moved_to
 from ...stage.on_mesh import OnMesh, in_order, local_part
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
@@ -78,14 +76,11 @@ class Mail:
         roots = self.batch.roots[microbatch]
         return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
 
-    def _kind(self, ends: Ends, microbatch: int, *, backward: bool = False) -> Kind:
-        return Kind(ends, self.batch.sizes[microbatch], self.batch.training, backward)
+    def _kind(self, ends: Ends, microbatch: int) -> Kind:
+        return Kind(ends, self.batch.sizes[microbatch], self.batch.training)
 
     def metas(self, ends: Ends, microbatch: int) -> tuple[Meta, ...]:
-        return self._known(self._kind(ends, microbatch))
-
-    def _known(self, kind: Kind) -> tuple[Meta, ...]:
-        metas = self.parcels.metas(kind)
+        metas = self.parcels.metas(self._kind(ends, microbatch))
         assert metas is not None  # a parcel is described before it comes
         return metas
 
@@ -142,12 +137,8 @@ class Mail:
 
     def send_gradients(self, action: Action) -> None:
         parcel = self._outgoing.pop((action.stage, action.other_stage, number(action)), None)
-        if not parcel:
-            return
-        peer = self.rank_of[action.other_stage]
-        kind = self._kind((action.other_stage, action.stage), number(action), backward=True)
-        self.parcels.tell(kind, self.transport, peer, parcel)
-        self.transport.send(peer, [_as_told(grad, meta) for grad, meta in zip(parcel, self._known(kind), strict=True)])
+        if parcel:
+            self.transport.send(self.rank_of[action.other_stage], [local_part(grad) for grad in parcel])
 
     def post(self, action: Action) -> None:
         """Post a receive, unless it is posted already."""
@@ -159,11 +150,12 @@ class Mail:
         if key in waiting:
             return
         peer = self.rank_of[action.other_stage]
-        kind = self._kind(ends, microbatch, backward=not forward)
-        self.parcels.learn(kind, self.transport, peer)
-        metas = self._known(kind)
-        joints = joints_of(metas, self.stages[action.stage])
-        wanted = metas + self.random_numbers.expected(*ends) if forward else metas
+        if forward:
+            self.parcels.learn(self._kind(ends, microbatch), self.transport, peer)
+        metas = self.metas(ends, microbatch)
+        along = self.random_numbers.expected(*ends) if forward else ()
+        wanted = metas + along if forward else [meta.of_gradient for meta in metas if meta.requires_grad]
+        joints = joints_of(wanted, self.stages[action.stage])
         if wanted or forward:
             arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
             waiting[key] = WholeTensors(arrival, joints) if joints else arrival
@@ -179,9 +171,8 @@ class Mail:
 
     def size_of(self, action: Action) -> int | None:
         """The bytes that will arrive, if that is known."""
-        forward = action.op is Op.RECV_F
-        ends = (action.other_stage, action.stage) if forward else (action.stage, action.other_stage)
-        metas = self.parcels.metas(self._kind(ends, number(action), backward=not forward))
+        ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
+        metas = self.parcels.metas(self._kind(ends, number(action)))
         return None if metas is None else sum(meta.bytes for meta in metas)
 
     def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor]) -> None:
@@ -196,14 +187,6 @@ class Mail:
         """The gradients that a user of a stage's values gives back, if there are any."""
         parcel = self._gradients.pop((user, stage, microbatch), None)
         return None if parcel is None else parcel.wait()
-
-
-def _as_told(grad: Tensor, meta: Meta) -> Tensor:
-    """What is sent of a gradient, which lies as its receiver was told."""
-    if meta.on_mesh is None:
-        return grad
-    assert is_distributed(grad)  # as the value is, which was checked
-    return local_part(moved_to(grad, meta.on_mesh))
 
 
 def number(action: Action) -> int:

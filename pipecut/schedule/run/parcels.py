@@ -21,7 +21,6 @@ class Kind(NamedTuple):
     ends: Ends
     sizes: tuple[int, ...]  # of the microbatch: its symbolic dims, or a number that stands for all shapes
     training: bool
-    backward: bool = False  # the gradients that go back for it
 
 
 class TracedParcels:
@@ -31,15 +30,15 @@ class TracedParcels:
         self.symbols = sorted(str(symbol) for symbol in info.call.dims)
         self.items = items
         self.autocast = info.call.autocast
-        self._bound: dict[Kind, tuple[Meta, ...]] = {}
+        self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...]:
         """What is in a parcel."""
-        if kind not in self._bound:
+        key = (kind.ends, kind.sizes)
+        if key not in self._bound:
             by_name = dict(zip(self.symbols, kind.sizes, strict=True))
-            values = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
-            self._bound[kind] = _differentiated(values) if kind.backward else values
-        return self._bound[kind]
+            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
+        return self._bound[key]
 
     def names(self, ends: Ends) -> list[str]:
         """The names of the values in a parcel."""
@@ -77,29 +76,15 @@ def _meta(spec: TensorSpec) -> Meta:
     return Meta(tuple(int(size) for size in spec.shape), spec.dtype, spec.requires_grad)
 
 
-def _differentiated(values: Sequence[Meta]) -> tuple[Meta, ...]:
-    """Of which values gradients go back."""
-    return tuple(meta for meta in values if meta.requires_grad)
-
-
 class LearntParcels:
-    """Parcels of modules that were cut by hand: the first one of its kind goes with a description.
-
-    Gradients are like the values that they are for, and need none; but where a DTensor is, that of its gradient lies
-    on the mesh in a way of its own.
-    """
+    """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
 
     def __init__(self) -> None:
         self._known: dict[Kind, tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...] | None:
         """What is in a parcel, if one like it has been seen."""
-        known = self._known.get(kind)
-        if known is not None or not kind.backward:
-            return known
-        values = self._known.get(kind._replace(backward=False))
-        wanted = None if values is None else _differentiated(values)
-        return None if wanted is None or any(meta.on_mesh for meta in wanted) else wanted
+        return self._known.get(kind)
 
     def names(self, ends: Ends) -> list[str]:
         """The values have no names: what stage 2 returns is output 0, output 1..."""
@@ -127,12 +112,12 @@ class LearntParcels:
 
     def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
         """Receive the description that goes before a parcel that is not known."""
-        if self.metas(kind) is None:
+        if kind not in self._known:
             self._known[kind] = receive_description(transport, peer)
 
     def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
-        if self.metas(kind) is not None:
+        if kind in self._known:
             return
         metas = self._known[kind] = tuple(Meta.of(tensor) for tensor in parcel)
         if peer != transport.rank:

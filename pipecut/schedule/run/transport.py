@@ -31,6 +31,11 @@ class Meta(NamedTuple):
         return self.shape if self.on_mesh is None else self.on_mesh.shape
 
     @property
+    def of_gradient(self) -> Meta:
+        """The meta of its gradient."""
+        return self if self.on_mesh is None else self._replace(on_mesh=self.on_mesh.of_gradient)
+
+    @property
     def bytes(self) -> int:
         """The size of what is sent."""
         return math.prod(self.shape) * self.dtype.itemsize

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..microbatch.distributed_tensor import is_distributed
 from .deferred import Deferred
 from .engine import Way, accumulate, collect
 from .graph import Graph, groups_of
@@ -78,17 +77,10 @@ def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: 
         if gradient is None:
             continue
         if gradient.layout is torch.strided and (id(gradient) in seen or gradient.stride() != leaf.stride()):
-            gradient = _space_for(gradient, leaf).copy_(gradient)
+            gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
         seen.add(id(gradient))
         own[index] = gradient
     return own
-
-
-def _space_for(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """Memory for a copy; that of a DTensor lies on the mesh as the gradient does, which may not be as its leaf does."""
-    if is_distributed(gradient):
-        return gradient.new_empty_strided(leaf.shape, leaf.stride())
-    return torch.empty_like(leaf, requires_grad=False)
 
 
 @contextlib.contextmanager
