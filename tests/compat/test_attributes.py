@@ -101,7 +101,7 @@ def test_attributes_of_a_stage() -> None:
         ("_user_meta", "shapes follow from the sizes of each step"),
         ("_fwd_outputs_for_bwd_meta", "shapes follow from the sizes of each step"),
         ("_compute_input_grads", "put what it does into hooks of the module"),
-        ("_mesh_cache", "only plain tensors go between stages: end a stage with to_local"),
+        ("_mesh_cache", "a stage finds its meshes by itself, in what it was made with: pass get_mesh="),
     ],
 )
 def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:

@@ -277,8 +277,8 @@ def test_a_gradient_that_a_hook_makes_plain(mesh: DeviceMesh) -> None:
         PipelineStage(Hooked(), 1, 2, "cpu", get_mesh=lambda *_: mesh),
     )
     text = (
-        r"the gradient of stage 1, for a value of stage 0, is float32\[2, 4\], and the value is float32\[2, 4\] as "
-        r"\(R\) on the mesh \(tp=1\): .*look for a hook"
+        r"the gradient that stage 1 gives back for a value of stage 0 is float32\[2, 4\], and the value is "
+        r"float32\[2, 4\] as \(R\) on the mesh \(tp=1\): .*look for a hook"
     )
     with pytest.raises(StepError, match=text):
         scheduled(*stages).step(X, target=Y)
@@ -341,3 +341,13 @@ def test_what_is_sent_is_in_order(mesh: DeviceMesh) -> None:
     assert (ready.placements, ready.stride(), ready.requires_grad) == ((Partial(),), (2, 1), True)
     assert ready.to_local().is_contiguous()
     assert in_order(ready) is ready
+
+
+def test_outputs_of_other_sizes_are_no_matter_of_placement(mesh: DeviceMesh) -> None:
+    turns = iter([2, 3])
+    schedule = ends(mesh, lambda x: placed(mesh, Shard(1))(x.repeat(1, next(turns))), get_mesh=lambda *_: mesh)
+    text = (
+        r"is float32\[2, 12\] as \(S\(1\)\) .* expects float32\[2, 8\] as .*: check what the module of stage 0 returns"
+    )
+    with pytest.raises(StepError, match=text):
+        schedule.step(X, target=torch.zeros(4, 2 * WIDTH))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PipeError
-from ...stage.on_mesh import OnMesh, in_order, local_part
+from ...stage.on_mesh import OnMesh, in_order, local_part, placing_of
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
@@ -116,7 +116,7 @@ class Mail:
         for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
             asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
             alike = tuple(tensor.shape) == meta.whole_shape and tensor.dtype == meta.dtype
-            if alike and asked_for and OnMesh.of(tensor) == meta.on_mesh:
+            if alike and asked_for and placing_of(OnMesh.of(tensor)) == placing_of(meta.on_mesh):
                 continue
             name, got = self.parcels.names(ends)[place], Meta.of(tensor)
             source, target = ends

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...pipe_ir.ambient import ambient_autocast
 from ...pipe_ir.pipe import PipeInfo
 from ...pipe_ir.spec import TensorSpec
+from ...stage.on_mesh import placing_of
 from ...stage.ports import Item
 from .description import Ends, receive_description, send_description
 from .transport import Meta, Transport
@@ -93,7 +94,7 @@ class LearntParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as it was in the first microbatch of its kind."""
-        if got.on_mesh != expected.on_mesh:
+        if placing_of(got.on_mesh) != placing_of(expected.on_mesh):
             return (
                 f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
                 "there, and return either DTensors or plain tensors"
@@ -103,7 +104,7 @@ class LearntParcels:
                 f"check what the module of stage {source} returns; torch.autocast has to be the same on all ranks, and "
                 "after a change of a module's dtype the schedule has to be made again"
             )
-        if got.shape != expected.shape:
+        if got.whole_shape != expected.whole_shape:
             return f"check what the module of stage {source} returns"
         return (
             "it needs a gradient now, and did not when a microbatch of these shapes was first run; make the schedule "
