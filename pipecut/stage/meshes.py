@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .examples import StageMetadataError
 from .microbatch.distributed_tensor import is_distributed
 from .on_mesh import MeshKey
-from .peer_surface import StageMetadataError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

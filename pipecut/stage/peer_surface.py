@@ -7,7 +7,7 @@ a step a stage does them by itself, with what `set_local_fwd_input` and `set_loc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch

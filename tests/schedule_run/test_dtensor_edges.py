@@ -19,8 +19,8 @@ from pipecut.schedule.run.description import receive_description, send_descripti
 from pipecut.schedule.run.failure import StepError
 from pipecut.schedule.run.in_process import InProcessTransport, PostOffice
 from pipecut.schedule.run.transport import Meta
+from pipecut.stage.examples import StageMetadataError
 from pipecut.stage.on_mesh import MeshKey, in_order
-from pipecut.stage.peer_surface import StageMetadataError
 
 WIDTH = 4
 

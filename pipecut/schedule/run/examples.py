@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...pipe_ir.structure import flatten
+from ...stage.examples import StageMetadataError
 from ...stage.microbatch.call_leaves import open_value
 from ...stage.on_mesh import placing_of
-from ...stage.peer_surface import StageMetadataError
 from ...stage.stage import PipelineStage
 from .keywords import parameters_of
 from .transport import Meta
