@@ -47,8 +47,9 @@ def pipeline(
     """Cut a model into stages.
 
     Say where to cut in one of four ways: `pipe_split()` marks in the model's forward; `split_spec`, which cuts before
-    or after modules given by path ("blk#1" is the second call of blk); `split_policy`, a function that inserts marks
-    in a GraphModule; or `num_stages`, for balanced cuts found automatically.
+    or after modules given by path ("blk#1" is the second call of blk), and at the marks, if there are any;
+    `split_policy`, a function that inserts marks in a GraphModule; or `num_stages`, for balanced cuts found
+    automatically.
 
     The model is traced with `mb_args` and `mb_kwargs`, example inputs of one microbatch, and is not changed: not
     patched, not moved, not run on real data. The stages share its parameters. Other batch sizes work too, unless
@@ -162,7 +163,7 @@ class _Request:
         if self.find_cuts is not None:
             return self.find_cuts(traced)
         has_marks = any(step.kind == "mark" for step in traced.steps)
-        named = {"split_spec": self.split_spec, "split_policy": self.split_policy, "num_stages": self.automatic}
+        named = {"split_policy": self.split_policy, "num_stages": self.automatic}
         other = next((name for name, value in named.items() if value is not None), None)
         if has_marks and other is not None:
             raise SplitError(
@@ -170,7 +171,7 @@ class _Request:
                 f"or leave out {other}"
             )
         if self.split_spec is not None:
-            return cuts_by_spec(traced, self.split_spec)
+            return cuts_by_spec(traced, self.split_spec, warn=warn)
         if self.split_policy is not None:
             return cuts_by_policy(traced, self.split_policy)
         if self.automatic is not None:

@@ -10,8 +10,8 @@ class PipeError(Exception):
     """Root of all pipecut errors: each message says what is wrong, where, and what to change."""
 
 
-class TraceError(PipeError):
-    """The model could not be traced."""
+class TraceError(PipeError, RuntimeError):
+    """The model could not be traced. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
 
 
 class SplitError(PipeError, ValueError):

@@ -113,14 +113,13 @@ def test_a_cut_that_leaves_the_first_stage_empty_is_refused() -> None:
     )
 
 
-def test_two_cuts_with_nothing_between_them_are_refused() -> None:
+def test_two_cuts_with_nothing_between_them_count_as_one() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    refused(
-        "stage 1 would be empty: there is nothing to run between the cut after '0' and the cut before '1'",
-        model,
-        (X,),
-        split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING},
-    )
+    told = "two cuts have nothing between them and count as one: the cut after '0' and the cut before '1'"
+    with pytest.warns(PipeWarning, match=told) as caught:
+        pipe = pipeline(model, (X,), split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING})
+    assert pipe.num_stages == 2
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_more_stages_than_places_to_cut_are_refused_with_the_most_that_is_possible() -> None:
@@ -143,17 +142,17 @@ def test_two_ways_to_say_where_to_cut_are_refused() -> None:
     )
 
 
-def test_marks_and_a_split_spec_together_are_refused() -> None:
+def test_marks_and_a_number_of_stages_together_are_refused() -> None:
     def run(net: Scripted, x: torch.Tensor) -> torch.Tensor:
         x = net.a(x)
         pipe_split()
         return net.b(x)
 
     refused(
-        "the model has pipe_split() marks in its forward, and split_spec says where to cut too",
+        "the model has pipe_split() marks in its forward, and num_stages says where to cut too",
         Scripted(run),
         (X,),
-        split_spec={"b": SplitPoint.BEGINNING},
+        num_stages=2,
     )
 
 

@@ -12,6 +12,7 @@ from ..schedule.action import COMPUTE, Op
 from ..schedule.lower import add_bubbles, drop_bubbles
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer
 from ..schedule.plan import Plan
+from ..schedule.registry import FAMILIES
 from ..schedule.render.palette import look
 from ..schedule.run.schedule import PipelineSchedule
 from ..schedule.run.schedules import PipelineScheduleSingle
@@ -85,8 +86,7 @@ def get_schedule_ops(
     kind = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
     single = issubclass(kind, PipelineScheduleSingle)
     chunks = num_stages_per_rank if num_stages_per_rank is not None else 1 if single else 2
-    if single and chunks != 1:
-        raise AssertionError(f"Expected num_stages_per_rank to be 1, got {chunks}")
+    _refuse_other_chunks(kind, chunks)
     total = chunks * pp_degree
     stages = [_OnPaper(chunk * pp_degree, total, 0, pp_degree) for chunk in range(chunks)]
     made: Any = kind(stages[0] if single else stages, num_microbatches)  # type: ignore[arg-type]
@@ -96,6 +96,20 @@ def get_schedule_ops(
         raise InputError(f"{kind.__name__} has no order of actions: use a schedule that sets pipeline_order")
     rows = [order[rank] for rank in sorted(order)]
     return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+class StagesPerRankError(InputError, AssertionError):
+    """A schedule that is made for another number of stages a rank. It is an AssertionError too, as with the peer."""
+
+
+def _refuse_other_chunks(kind: type[PipelineSchedule], chunks: int) -> None:
+    family = FAMILIES.get(kind.schedule_name)
+    fixed = None if family is None or family.any_chunks else family.chunks
+    wanted = 1 if issubclass(kind, PipelineScheduleSingle) else fixed
+    if wanted is not None and chunks != wanted:
+        raise StagesPerRankError(
+            f"Expected num_stages_per_rank to be {wanted}, got {chunks}: {kind.__name__} has {wanted} on each rank"
+        )
 
 
 def add_schedule_op_spacing(schedule: Sequence[Iterable[PeerAction | None]]) -> list[PeerRow]:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..errors import InputError
 from ..pipe_ir.pipe import PipeInfo
 from ..schedule.placement import Placement
+from ..stage.examples import check_gradients, tensors_of
 from ..stage.microbatch.distributed_tensor import is_distributed
 from . import tensor_meta
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta
@@ -59,9 +61,12 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
     """
     styles = {"loop": Placement.loop, "v": Placement.v}
     if style not in styles:
-        raise ValueError(f"Style {style} is not supported: use one of {', '.join(styles)}")
+        raise InputError(f"Style {style} is not supported: use one of {', '.join(styles)}")
     if style == "v" and num_stages % pp_size:
-        raise ValueError(f"num_stages={num_stages} is no multiple of pp_size={pp_size}, which style 'v' needs")
+        raise InputError(
+            f"num_stages={num_stages} must be evenly divisible by pp_size={pp_size} in style 'v', with equally many "
+            "on every rank: take a multiple, or style 'loop'"
+        )
     chunks = -(-num_stages // pp_size)
     return dict(enumerate(styles[style](pp_size, chunks).rank_of[:num_stages]))
 
@@ -106,28 +111,25 @@ def extract_tensor_metas(tensors: Any, *, allow_none: bool = False) -> tuple[Ten
     """What is known of each tensor."""
     if tensors is None:
         return None
-    if not allow_none and any(tensor is None for tensor in tensors):
-        raise PipeliningMetadataError("a tensor is None: pass allow_none=True where there may be none")
-    return tuple(None if tensor is None else extract_tensor_meta(tensor) for tensor in tensors)
+    for place, tensor in enumerate(tensors):
+        if tensor is None and not allow_none:
+            raise PipeliningMetadataError(
+                f"None values are not allowed here, and tensor {place} is None: pass allow_none=True where there may "
+                "be none"
+            )
+    # What is no tensor has no metas: where there may be none, it counts as none.
+    return tuple(
+        None if allow_none and not isinstance(tensor, Tensor) else extract_tensor_meta(tensor) for tensor in tensors
+    )
 
 
 def _derive_grad_metas(tensor_metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta | None, ...]:
-    return tuple(meta.as_gradient() if meta.requires_grad else None for meta in tensor_metas)
+    return tuple(meta.as_gradient() for meta in tensor_metas)
 
 
 def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Tensor | None, ...] | None:
     """A tensor, or several, as a tuple."""
-    if args is None:
-        return None
-    if not isinstance(args, Tensor | tuple | list):
-        raise PipeliningMetadataError(f"stage args are a tensor, or a tuple or list of tensors; got {_kind(args)}")
-    values = (args,) if isinstance(args, Tensor) else tuple(args)
-    for place, value in enumerate(values):
-        if not isinstance(value, Tensor) and not (value is None and allow_none):
-            raise PipeliningMetadataError(
-                f"stage arg[{place}] is {_kind(value)}, not a tensor: pass other values as keyword arguments"
-            )
-    return values
+    return tensors_of(args, "Stage arg", allow_none=allow_none)
 
 
 def _kind(value: object) -> str:
@@ -143,12 +145,23 @@ def validate_metadata(
     warn_on_mismatch: bool = False,
 ) -> list[str]:
     """The differences between a tensor and what is expected of it. Whether it needs a gradient does not count."""
-    diff = expected.get_diff(extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual)
-    if diff and raise_on_mismatch:
-        raise PipeliningMetadataError(f"{desc}: {'; '.join(diff)}")
-    if diff and warn_on_mismatch:
-        warnings.warn(f"{desc}: Metadata mismatch. {'; '.join(diff)}. What arrives is used as it is.", stacklevel=2)
+    meta = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
+    if type(meta) is not type(expected):
+        kind, diff = "Metadata type mismatch", [f"type: expected {type(expected).__name__}, got {type(meta).__name__}"]
+    else:
+        kind, diff = "Metadata mismatch", expected.get_diff(meta)
+    if diff:
+        text = "; ".join(diff)
+        warning = f"{desc}: {kind}. {text}. What arrives is used as it is." if warn_on_mismatch else None
+        _tell(f"{desc}: {text}", warning, raise_on_mismatch)
     return diff
+
+
+def _tell(fault: str, warning: str | None, raise_on_mismatch: bool) -> None:
+    if raise_on_mismatch:
+        raise PipeliningMetadataError(fault)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=3)
 
 
 def validate_tensors_metadata(
@@ -161,13 +174,18 @@ def validate_tensors_metadata(
 ) -> list[str]:
     """The differences of several tensors."""
     if len(expected) != len(actual):
-        return _told([f"{desc}: expected {len(expected)} tensors, got {len(actual)}"], raise_on_mismatch)
+        fault = f"{desc}: expected {len(expected)} tensors, got {len(actual)}"
+        _tell(fault, fault if warn_on_mismatch else None, raise_on_mismatch)
+        return [fault]
     found: list[str] = []
     for place, (wanted, got) in enumerate(zip(expected, actual, strict=True)):
+        if wanted is None and got is None:
+            continue
         if wanted is None or got is None:
-            if wanted is not got:
-                kinds = ("None", "metadata") if wanted is None else ("metadata", "None")
-                found += _told([f"{desc}[{place}]: expected {kinds[0]}, got {kinds[1]}"], raise_on_mismatch)
+            kinds = ("None", "metadata") if wanted is None else ("metadata", "None")
+            fault = f"{desc}[{place}]: expected {kinds[0]}, got {kinds[1]}"
+            _tell(fault, fault if warn_on_mismatch else None, raise_on_mismatch)
+            found.append(fault)
             continue
         found += validate_metadata(
             f"{desc}[{place}]",
@@ -179,34 +197,12 @@ def validate_tensors_metadata(
     return found
 
 
-def _told(faults: list[str], raise_on_mismatch: bool) -> list[str]:
-    if raise_on_mismatch:
-        raise PipeliningMetadataError("; ".join(faults))
-    return faults
-
-
 def validate_static_arg_grad_correspondence(
     stage_index: int, args: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], is_input: bool
 ) -> None:
     """Refuse gradients that do not belong to the tensors that they are given for."""
-    side = "input" if is_input else "output"
-    if len(args) != len(grads):
-        raise PipeliningMetadataError(
-            f"Stage {stage_index}: {side}_grads length ({len(grads)}) does not match {side}_args length ({len(args)}): "
-            "give one gradient for each tensor, None where there is none"
-        )
-    for place, (value, grad) in enumerate(zip(args, grads, strict=True)):
-        if grad is not None and not value.requires_grad:
-            raise PipeliningMetadataError(
-                f"Stage {stage_index}: {side}_args[{place}] has requires_grad=False, but {side}_grads[{place}] is not "
-                "None: a tensor that needs no gradient has None there"
-            )
-        if grad is None and value.requires_grad:
-            warnings.warn(
-                f"Stage {stage_index}: {side}_args[{place}] has requires_grad=True, but {side}_grads[{place}] is None",
-                stacklevel=2,
-            )
+    check_gradients(stage_index, args, grads, is_input=is_input)
 
 
 def _make_tensor_from_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
-    return meta.to_tensor(device)
+    return meta.memory(device)

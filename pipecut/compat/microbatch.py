@@ -12,10 +12,12 @@ from ..errors import PipeError
 from ..stage.microbatch import CustomReducer as _CustomReducer
 from ..stage.microbatch import LossReducer as _LossReducer
 from ..stage.microbatch import Replicate as _Replicate
-from ..stage.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks, sum_reducer
+from ..stage.microbatch import TensorChunkSpec, sum_reducer
 from ..stage.microbatch import merge_chunks as _merge
+from ..stage.microbatch import split_args_kwargs_into_chunks as _split_call
 from ..stage.microbatch import split_tensor as _split
 from ..stage.microbatch.distributed_tensor import is_distributed
+from ..stage.microbatch.split import SpecCountError
 
 __all__ = [
     "TensorChunkSpec",
@@ -33,23 +35,12 @@ _debug_mask_minibatches = False
 logger = logging.getLogger(__name__)
 
 
-class MergeError(PipeError, AssertionError):
-    """Results of microbatches do not fit together."""
-
-
 class MergeSpecError(PipeError, ValueError):
     """A spec does not fit the results of the microbatches."""
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any) -> Any:
     """One result from those of the microbatches."""
-    columns = zip(*(torch.utils._pytree.tree_leaves(chunk) for chunk in chunks), strict=False)
-    for values in columns:
-        placements = {value.placements if is_distributed(value) else None for value in values}
-        if len(placements) > 1 and None in placements:
-            raise MergeError("some chunks are DTensors and others are not: a mix cannot be merged")
-        if len(placements) > 1:
-            raise MergeError(f"placement mismatch of DTensor chunks: {', '.join(map(str, placements))}")
     if chunks:
         _check_lengths(chunks[0], chunk_spec, "chunk_spec")
     return _merge(chunks, chunk_spec)
@@ -64,12 +55,37 @@ def _check_lengths(chunk: Any, spec: Any, place: str) -> None:
             _check_lengths(value, each, f"{place}[{index}]")
 
 
-def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> tuple[torch.Tensor, ...]:
-    return tuple(_split(tensor, spec, num_chunks))
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The arguments of each microbatch; fewer microbatches if there are fewer samples, which a step refuses.
+
+    >>> split_args_kwargs_into_chunks((torch.arange(2),), None, 4)
+    ([(tensor([0]),), (tensor([1]),)], [{}, {}])
+    """
+    if kwargs and isinstance(kwargs_chunk_spec, Mapping) and len(kwargs_chunk_spec) != len(kwargs):
+        raise SpecCountError(
+            f"kwargs_chunk_spec is for {_names(kwargs_chunk_spec)}, and the keyword arguments are {_names(kwargs)}: "
+            "give one for each, None for one that is cut in the default way, or leave it out"
+        )
+    return _split_call(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, fewer=True)
+
+
+def _names(entries: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, entries)) or "none"
+
+
+def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[torch.Tensor]:
+    pieces = _split(tensor, spec, num_chunks)
+    return pieces if is_distributed(tensor) else tuple(pieces)
 
 
 def _split_block_mask(block_mask: Any, num_chunks: int) -> list[Any]:
-    args, _ = split_args_kwargs_into_chunks((block_mask,), None, num_chunks)
+    args, _ = _split_call((block_mask,), None, num_chunks)
     return [mask for (mask,) in args]
 
 

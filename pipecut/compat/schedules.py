@@ -18,6 +18,7 @@ from ..schedule import peer_passes
 from ..schedule.action import Op
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
 from ..schedule.run import schedules as own
+from ..schedule.run.batch_maker import Given
 from ..schedule.run.custom import ActionContext
 from ..schedule.run.membership import refuse_compiled
 from ..schedule.run.schedule import PipelineSchedule
@@ -63,7 +64,6 @@ ScheduleLoopedBFS = own.ScheduleLoopedBFS
 ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
 ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
 ScheduleDualPipeV = own.ScheduleDualPipeV
-_ScheduleForwardOnly = own.ScheduleForwardOnly
 
 # What the peer's module has by its imports.
 logger = logging.getLogger(__name__)
@@ -96,6 +96,24 @@ class _PipelineContext(ABC):
 
 
 _PipelineContext.register(ActionContext)
+
+
+class ForwardOnlyError(InputError, RuntimeError):
+    """A loss was asked of a schedule that has none. It is a RuntimeError too, as with the peer."""
+
+
+class _ScheduleForwardOnly(own.ScheduleForwardOnly):
+    """Forwards only, and no loss."""
+
+    def _check_given(self, given: Given) -> None:
+        passed = {"target": given.target, "losses": given.losses}
+        names = [name for name, value in passed.items() if value is not None]
+        if names:
+            raise ForwardOnlyError(
+                f"Forward-only schedule does not support loss computation, and got {' and '.join(names)}: leave out "
+                f"{' and '.join(names)}, or call eval() of another schedule, such as ScheduleGPipe, with loss_fn="
+            )
+        super()._check_given(given)
 
 
 class _CustomFunctionProtocol(Protocol):
@@ -154,23 +172,24 @@ def _check_torch_compile_compatibility(stages: list[PipelineStage], schedule_nam
     refuse_compiled(stages, schedule_name)
 
 
-def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work | None]:
     """Begin transfers: sends only, or receives only, one by one; both in one batch, which cannot deadlock."""
     kinds = {op.op for op in p2p_ops}
     if not p2p_ops:
         return []
     if len(kinds) > 1:
         return list(dist.batch_isend_irecv(p2p_ops))
-    return [work for op in p2p_ops if (work := _begin(op)) is not None]
+    return [_begin(op) for op in p2p_ops]
 
 
 def _begin(op: dist.P2POp) -> dist.Work | None:
+    # None where the other end of the transfer is outside of the group.
     if op.op in (dist.isend, torch.distributed.distributed_c10d.isend):
         return dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
     return dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
 
 
-def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
+def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work | None]]:
     """Begin transfers, those with one peer together, in the order of peers; the works by peer."""
     peers = sorted({op.peer for op in p2p_ops})
     return {peer: _batch_p2p([op for op in p2p_ops if op.peer == peer], desc) for peer in peers}
@@ -178,7 +197,8 @@ def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dic
 
 def _wait_batch_p2p(work: Iterable[Any]) -> None:
     for each in work:
-        each.wait()
+        if each is not None:
+            each.wait()
 
 
 def _dump_chrometrace(schedule: _Order, filename: str) -> None:
@@ -186,7 +206,7 @@ def _dump_chrometrace(schedule: _Order, filename: str) -> None:
     kinds = {True: "computation", False: "communication"}
     events: list[dict[str, Any]] = [
         {"name": str(action), "cat": kinds[action.is_compute_op], "ph": "X", "ts": step, "dur": 1}
-        | {"pid": rank, "tid": kinds[action.is_compute_op]}
+        | {"pid": rank, "tid": rank}
         for rank in sorted(schedule)
         for step, action in enumerate(schedule[rank])
         if action is not None

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..stage.examples import StageMetadataError
 from ..stage.microbatch.distributed_tensor import is_distributed
-from ..stage.peer_surface import StageMetadataError
 
 MeshKey: TypeAlias = tuple[Any, Any]
 Strides: TypeAlias = tuple[int, ...]
@@ -32,21 +32,33 @@ class _TensorMeta:
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> _TensorMeta:
+        if is_distributed(tensor):
+            raise PipeliningMetadataError(
+                f"Expected plain tensor, got DTensor (of shape {list(tensor.shape)}): use _DTensorMeta.from_dtensor(), "
+                "or extract_tensor_meta() for either"
+            )
         return _TensorMeta(tensor.shape, tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
         """A tensor like that, whose values mean nothing."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        return made.requires_grad_(self.requires_grad)
+        return self.memory(device).requires_grad_(self._has_gradient())
 
-    def as_gradient(self) -> _TensorMeta:
-        """What is known of its gradient."""
-        return dataclasses.replace(self, requires_grad=False)
+    def memory(self, device: torch.device | str) -> Tensor:
+        """The same without a gradient; of a DTensor, the shard."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def _has_gradient(self) -> bool:
+        # Integers have none, whatever is said of them.
+        return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    def as_gradient(self) -> _TensorMeta | None:
+        """What is known of its gradient; None if it has none."""
+        return dataclasses.replace(self, requires_grad=False) if self.requires_grad else None
 
     def get_diff(self, other: object) -> list[str]:
         """In what another one differs; whether it needs a gradient does not count."""
         if not isinstance(other, _TensorMeta):
-            return [f"type: expected _TensorMeta, got {type(other).__name__}"]
+            return [f"type: expected {type(self).__name__}, got {type(other).__name__}"]
         return self._differences(other, ("shape", "stride", "dtype"))
 
     def _differences(self, other: _TensorMeta, names: Iterable[str]) -> list[str]:
@@ -61,7 +73,7 @@ class _DTensorMeta(_TensorMeta):
     global_shape: torch.Size = dataclasses.field(default_factory=torch.Size)
     global_stride: Strides = ()
     placements: tuple[Any, ...] = ()
-    mesh_dim_names: tuple[str, ...] | None = None
+    mesh_dim_names: tuple[str, ...] = ()
     mesh_layout: Any = None
 
     @staticmethod
@@ -75,7 +87,7 @@ class _DTensorMeta(_TensorMeta):
             dtensor.shape,
             tuple(dtensor.stride()),
             tuple(dtensor.placements),
-            mesh.mesh_dim_names,
+            tuple(mesh.mesh_dim_names or ()),
             getattr(mesh, "_layout", None),
         )
 
@@ -88,17 +100,19 @@ class _DTensorMeta(_TensorMeta):
         """A DTensor like that, whose values mean nothing."""
         from torch.distributed.tensor import DTensor
 
-        local = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        made = DTensor.from_local(
-            local, mesh, self.placements, shape=self.global_shape, stride=self.global_stride, run_check=False
-        )
-        return made.requires_grad_(self.requires_grad)
+        local, shape, stride = self.memory(device), self.global_shape, self.global_stride
+        made = DTensor.from_local(local, mesh, self.placements, shape=shape, stride=stride, run_check=False)
+        return made.requires_grad_(self._has_gradient())
+
+    def as_gradient(self) -> None:
+        """Not known: a gradient may be placed in another way."""
 
     def get_diff(self, other: object) -> list[str]:
+        found = super().get_diff(other)
         if not isinstance(other, _DTensorMeta):
-            return [f"type: _DTensorMeta vs {type(other).__name__}"]
+            return [*found, "type: _DTensorMeta vs _TensorMeta"] if isinstance(other, _TensorMeta) else found
         names = ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout")
-        return super().get_diff(other) + self._differences(other, names)
+        return found + self._differences(other, names)
 
 
 TensorMeta: TypeAlias = _TensorMeta
@@ -116,16 +130,14 @@ class _StageMeta:
     output_grads: Metas | None = None
 
     def has_any(self) -> bool:
-        return any(metas is not None for metas in self._all())
+        return any(metas is not None for metas in (self.inputs, self.outputs, self.input_grads, self.output_grads))
 
     def has_dtensors(self) -> bool:
-        return any(isinstance(meta, _DTensorMeta) for metas in self._all() for meta in metas or ())
+        """Whether values are DTensors; what gradients are does not count."""
+        return any(isinstance(meta, _DTensorMeta) for metas in (self.inputs, self.outputs) for meta in metas or ())
 
     def is_complete_for_forward(self) -> bool:
         return self.inputs is not None and self.outputs is not None
-
-    def _all(self) -> tuple[Metas | None, ...]:
-        return (self.inputs, self.outputs, self.input_grads, self.output_grads)
 
 
 @dataclass(frozen=True)
@@ -178,7 +190,8 @@ class _MeshCache:
             mesh = self._get_mesh(*key)
             if mesh is None:
                 raise PipeliningMetadataError(
-                    f"get_mesh= returned None for the dims {key[0]} and the layout {key[1]}: it must return their mesh"
+                    f"the get_mesh= callback returned None for the dims {key[0]} and the layout {key[1]}: it must "
+                    "return their mesh"
                 )
             self._meshes[key] = mesh
         return self._meshes[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import SplitError
@@ -61,8 +61,8 @@ class AutomaticCuts:
             return again
         found = self._balanced(traced)
         warn_of_a_giant(found)
-        self._found = found.plan
-        return found.plan
+        self._found = replace(found.plan, balance=f"{found.words}, by {self.balancing.cost} times")
+        return self._found
 
     def _balanced(self, traced: TracedModel) -> BalancedCut:
         chain = chain_of(traced)

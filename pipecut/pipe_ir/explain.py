@@ -116,6 +116,11 @@ def _example_sizes(entry: TracedInput, known: Mapping[tuple[str, int], FixedDim]
             yield f"dim {dim} of {entry.path} is {size}"
 
 
+def _balance(pipe: Pipe) -> Iterator[str]:
+    if pipe.balance:
+        yield pipe.balance
+
+
 def _modules(pipe: Pipe) -> Iterator[str]:
     for info in pipe.stage_infos:
         cut = [path or "the model itself" for path in info.code]
@@ -205,6 +210,7 @@ _SECTIONS: dict[str, Callable[[Pipe], Iterator[str]]] = {
     "traced": _traced,
     "sizes": _sizes,
     "fixed by the trace": _specialised,
+    "balance": _balance,
     "modules": _modules,
     "hooks and attributes": _hooks_and_attributes,
     "not traced": _fallbacks,

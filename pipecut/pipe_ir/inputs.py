@@ -17,6 +17,10 @@ from .structure import Atom, Structure, flatten, unflatten
 from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
 
 
+class ExampleError(InputError, RuntimeError):
+    """Example arguments that are no call. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
+
+
 @dataclass(frozen=True)
 class Example:
     """Example arguments, as leaves in the order of the call and under their names in the signature."""
@@ -49,12 +53,12 @@ class _Nth(Atom):
 def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, dynamic: Any = None) -> Example:
     """Check example arguments against `model.forward`'s signature and name their leaves."""
     if not isinstance(args, tuple):
-        raise InputError(
+        raise ExampleError(
             f"mb_args must be a tuple of positional arguments, got {type(args).__name__}; "
             "for a single argument write mb_args=(x,)"
         )
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-        raise InputError(f"mb_kwargs must be a dict with the names of arguments as keys, got {type(kwargs).__name__}")
+        raise ExampleError(f"mb_kwargs must be a dict with the names of arguments as keys, got {type(kwargs).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(f"{type(model).__name__} is a TorchScript module, which cannot be traced; pass the nn.Module")
     signature = inspect.signature(model.forward)

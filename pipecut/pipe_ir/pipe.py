@@ -98,7 +98,8 @@ class Pipe:
     True
 
     `recomputed` are values that a stage makes once more instead of receiving them, `only_returned` those that come to
-    the last stage from earlier ones and are used there for nothing but the model's output.
+    the last stage from earlier ones and are used there for nothing but the model's output. `balance` says in words how
+    even stages are that were found automatically.
     """
 
     traced: TracedModel
@@ -109,6 +110,7 @@ class Pipe:
     unused_parameters: tuple[str, ...]
     recomputed: tuple[RecomputedValue, ...] = ()
     only_returned: tuple[int, ...] = ()
+    balance: str = ""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -240,8 +242,9 @@ class Pipe:
     def explain(self) -> Explanation:
         """In plain words: what was traced, what is fixed by that, what is cut, sent and recomputed, and why.
 
-        >>> from pipecut import pipeline
-        >>> pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(3, 4),), num_stages=2)
+        >>> from pipecut import SplitPoint, pipeline
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> pipe = pipeline(model, (torch.ones(3, 4),), split_spec={"1": SplitPoint.BEGINNING})
         >>> print(pipe.explain())
         Sequential in 2 stages
         traced

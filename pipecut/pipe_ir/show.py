@@ -23,6 +23,8 @@ WIDTH = 120
 def describe(pipe: Pipe) -> str:
     """The table of stages, then what goes between them, then what deserves a second look."""
     parts = [_stage_table(pipe)]
+    if pipe.balance:
+        parts.append(f"balance: {pipe.balance}")
     if pipe.edges:
         parts.append("edges\n" + "\n".join(f"  {_edge(edge)}" for edge in pipe.edges))
     parts += [f"recomputed in {text}" for text in recomputed(pipe)]

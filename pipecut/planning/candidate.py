@@ -21,6 +21,7 @@ from .deferral import pending_bytes, split_times
 from .lean_cut import faster_cut, leanest_cut
 from .rank_memory import RankMemory
 from .stages import Stages, bounds_of
+from .tied import simulate_tied, tied_like
 
 ROUNDS = 4
 
@@ -57,7 +58,7 @@ class Candidate:
 
     def with_plan(self, plan: Plan) -> Candidate:
         """The same cut under another plan."""
-        return replace(self, report=simulate(plan, self.report.costs), searched=True)
+        return replace(self, report=simulate(tied_like(self.plan, plan), self.report.costs), searched=True)
 
     def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
         """The same with the times that its stages were seen to take."""
@@ -134,7 +135,8 @@ class _Making:
             speed_of,
             self.stages.chain.machine,
         )
-        return Candidate(self.choice, cut, simulate(self.plan, costs), self.memory.kept(cuts))
+        report = simulate_tied(self.plan, costs, self.stages.chain.ties(cuts))
+        return Candidate(self.choice, cut, report, self.memory.kept(cuts))
 
 
 def _fits(needs: Sequence[float], limits: Sequence[float]) -> bool:

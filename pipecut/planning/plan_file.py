@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,12 @@ from ..errors import InputError, PipeError
 from ..pipe_ir.inputs import read_example
 from ..schedule.costs import Costs
 from ..schedule.link import Link
+from ..schedule.placement import Placement
 from ..schedule.plan import Plan
+from ..schedule.rules import Dataflow
 from ..schedule.simulate import simulate
-from .choices import largest_microbatch
-from .training_plan import Source, TrainingPlan, fingerprint
+from .choices import Choice, largest_microbatch
+from .training_plan import Alternative, Source, TrainingPlan, fingerprint
 
 FORMAT, VERSION = "pipecut training plan", 2
 TIMES = ("forward", "backward_input", "backward_weight")
@@ -41,9 +43,12 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         "recompute": plan.recompute,
         "cuts": list(plan.cuts),
         "memory": list(plan.memory),
+        "balance": plan.balance,
+        "alternatives": [asdict(each) for each in plan.alternatives],
         "schedule": {
             "name": scheduled.name,
             "rank of each stage": list(scheduled.placement.rank_of),
+            "ties": [sorted(tie) for tie in scheduled.dataflow.ties],
             "actions": [[None if action is None else str(action) for action in row] for row in scheduled.actions],
         },
         "costs": {name: list(getattr(costs, name)) for name in BY_STAGE}
@@ -53,6 +58,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
             else list(cast("tuple[float, ...]", costs.full_backward)),
             "link": {"latency": costs.transfer.latency, "bandwidth": costs.transfer.bandwidth},
             "message_bytes": [[*edge, size] for edge, size in costs.message_bytes.items()],
+            "tie_bytes": list(costs.tie_bytes or ()),
         },
     }
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -105,8 +111,12 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
     for name, value in texts.items():
         if not isinstance(value, str):
             raise InputError(f"{name!r} is {value!r} and not a text")
+    placement = Placement.explicit(scheduled["rank of each stage"])
     plan = Plan.from_actions(
-        scheduled["actions"], name=scheduled["name"], placement=scheduled["rank of each stage"]
+        scheduled["actions"],
+        name=scheduled["name"],
+        placement=placement,
+        dataflow=Dataflow.chain(placement.stages, ties=scheduled["ties"]),
     ).validate()
     for name, check in CHECKS.items():
         if not check.holds(content[name], plan):
@@ -128,11 +138,18 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
                 full_backward=costs.get("full_backward"),
                 transfer=Link(**costs["link"]),
                 message_bytes={(maker, user): size for maker, user, size in costs["message_bytes"]},
+                tie_bytes=costs["tie_bytes"],
             ),
         ),
         memory=tuple(content["memory"]),
+        balance=content["balance"],
+        alternatives=tuple(_alternative(**each) for each in content["alternatives"]),
         source=source,
     )
+
+
+def _alternative(choice: dict[str, Any], memory: list[float] | None, **others: Any) -> Alternative:
+    return Alternative(Choice(**choice), memory=None if memory is None else tuple(memory), **others)
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,15 @@ def _are_sizes(value: Any, plan: Plan) -> bool:
     return isinstance(value, list) and len(value) == plan.ranks and all(map(_is_size, value))
 
 
+def _are_alternatives(value: Any, plan: Plan) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) and _is_alternative(each) for each in value)
+
+
+def _is_alternative(entry: dict[str, Any]) -> bool:
+    numbers = [entry.get("step_time"), entry.get("bubble"), *(entry.get("memory") or ())]
+    return isinstance(entry.get("reason"), str) and all(number is None or _is_size(number) for number in numbers)
+
+
 def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
@@ -173,6 +199,8 @@ CHECKS = {
     "recompute": Check("true or false", lambda value, plan: isinstance(value, bool)),
     "cuts": Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
     "memory": Check("a list with the bytes of each rank", _are_sizes),
+    "balance": Check("a text", lambda value, plan: isinstance(value, str)),
+    "alternatives": Check("a list of what else was tried", _are_alternatives),
 }
 
 

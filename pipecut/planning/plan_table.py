@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ..schedule.auto.bound import lower_bound
+from ..schedule.auto.problem import problem_for
 from ..split.balance import as_bytes
 from .choices import Choice
 
@@ -26,9 +28,12 @@ def plan_table(plan: TrainingPlan) -> str:
     console.print(
         f"{plan.model_name} on {plan.ranks} ranks: {scheduled.name}, {plan.microbatches} microbatches of "
         f"{plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms a step, bubble "
-        f"{plan.report.bubble_rate_makespan:.1%}, at most {as_bytes(max(plan.memory))} on a rank",
+        f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}",
         highlight=False,
+        soft_wrap=True,
     )
+    for rank, size in enumerate(plan.memory):
+        console.print(f"  rank {rank} needs at most {as_bytes(size)}", highlight=False)
     for stage, label in enumerate(plan.cuts, 1):
         console.print(
             f"  stage {stage} begins at {label}, on rank {scheduled.placement.rank_of[stage]}", highlight=False
@@ -36,6 +41,23 @@ def plan_table(plan: TrainingPlan) -> str:
     if plan.alternatives:
         console.print(_alternatives(plan))
     return out.getvalue().rstrip()
+
+
+def _bound(plan: TrainingPlan) -> str:
+    """How far the schedule may be from the best one for this cut and placement."""
+    scheduled = plan.schedule_plan
+    bound = lower_bound(
+        problem_for(scheduled.placement, scheduled.microbatches, plan.report.costs, [float("inf")] * scheduled.ranks),
+        "makespan",
+    )
+    gap = plan.step_time / bound - 1
+    return f"no schedule of these stages takes less than {1000 * bound:.4g} ms: at most {gap:.1%} above the best"
+
+
+def _sums(plan: TrainingPlan) -> str:
+    scheduled, costs = plan.schedule_plan, plan.report.costs
+    total = sum(costs.tie_time(scheduled, number) for number in range(len(scheduled.dataflow.ties)))
+    return f"\nof the step, {1000 * total:.4g} ms are sums of gradients that ranks share" if total else ""
 
 
 def _alternatives(plan: TrainingPlan) -> Table:

@@ -46,6 +46,7 @@ class Winner:
     report: Report
     memory: tuple[float, ...]
     alternatives: tuple[Alternative, ...]
+    balance: str
     giant: str | None  # a block that is to blame for an uneven cut, in words
 
 
@@ -112,7 +113,8 @@ class Ranking:
             if each is not best
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
-        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found), giant_in(best.cut))
+        said = best.cut.words, giant_in(best.cut)
+        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found), *said)
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:
         best = self.candidates[0]

@@ -104,5 +104,6 @@ def plan(
         report=best.report,
         memory=best.memory,
         alternatives=best.alternatives,
+        balance=f"{best.balance}, by {cost} times",
         source=ready.source,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..pipe import Pipe
+from ..schedule.lower import drop_reduce_ties
 from ..schedule.plan import Plan
 from ..schedule.report import Report
 from ..schedule.run.schedules import PlannedSchedule
@@ -48,6 +49,7 @@ class TrainingPlan:
     """How to train a model on ranks. `report` is the simulated step, in seconds and bytes; `memory` the bytes of ranks.
 
     `microbatch` is the number of samples in the largest of the microbatches; the others may have one less.
+    `balance` says how even the cut is.
     Print it for a table. `source` is the model and the example inputs, which a file does not hold.
     """
 
@@ -60,6 +62,7 @@ class TrainingPlan:
     report: Report
     memory: tuple[float, ...]
     alternatives: tuple[Alternative, ...] = ()
+    balance: str = ""
     source: Source | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -108,7 +111,7 @@ class TrainingPlan:
             check_runs_twice(pipe.traced)
             for stage in stages:
                 checkpoint_stage(stage)
-        return PlannedSchedule(stages, self.schedule_plan, loss_fn, **options)
+        return PlannedSchedule(stages, drop_reduce_ties(self.schedule_plan), loss_fn, **options)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; the model and the inputs stay outside."""

@@ -34,7 +34,7 @@ class Op(str, Enum):
         """The kind that a text stands for."""
         if action not in _OPS:
             raise UnknownOpError(
-                f"'{action}' is no kind of action.{did_you_mean(action, _OPS)} Known are {', '.join(_OPS)}."
+                f"Invalid computation type {action}.{did_you_mean(action, _OPS)} Known are {', '.join(_OPS)}."
             )
         return _OPS[action]
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import PlanError
+from .action import Op
+from .executed_plan import check_executed
 from .report import Report
 from .timeline import Span, Timeline
 
@@ -60,6 +62,7 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
     """Lay what was foretold over what happened.
 
     `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
+    On the others all that was planned must have been executed, in the planned order.
     Clocks of several machines may differ; on one they do not.
 
     >>> from pipecut.schedule import Costs, plan_for, simulate
@@ -74,13 +77,11 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
             "pipecut.plan(), or that of simulate(plan, costs)."
         )
     timelines = [executed] if isinstance(executed, Timeline) else list(executed or ())
-    seen = [span for timeline in timelines for span in timeline if span.action.is_compute]
+    timed = {span.action.op for span in report.timeline}  # the sums of ties too, if they were foretold
+    seen = [span for timeline in timelines for span in timeline if span.action.is_compute or span.action.op in timed]
     if not seen:
         raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")
-    planned = {span.action for span in report.timeline}
-    strange = [span.action for span in seen if span.action not in planned]
-    if strange:
-        raise PlanError(f"{strange[0]} was executed and is not in the plan '{report.plan.name}': compare a run of it.")
+    check_executed(report, seen)
     present = sorted({span.rank for span in seen})
     foretold = [span for span in report.timeline if span.rank in present]
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
@@ -94,9 +95,20 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
 
 def _kinds(foretold: list[Span], seen: list[Span]) -> Iterable[Line]:
     for op in dict.fromkeys(span.action.op for span in foretold):
-        both = [[span.end - span.start for span in spans if span.action.op is op] for spans in (foretold, seen)]
+        both = [_times_of(op, spans) for spans in (foretold, seen)]
         if all(both):
             yield Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
+
+
+def _times_of(op: Op, spans: list[Span]) -> list[float]:
+    """How long actions of a kind take; the sum of a tie begins when the last of its ranks has come."""
+    found = [span for span in spans if span.action.op is op]
+    if op is not Op.REDUCE_TIES:
+        return [span.end - span.start for span in found]
+    last: dict[int | None, float] = {}
+    for span in found:
+        last[span.action.microbatch] = max(span.start, last.get(span.action.microbatch, span.start))
+    return [span.end - last[span.action.microbatch] for span in found]
 
 
 def _of(rank: int, spans: list[Span]) -> list[Span]:

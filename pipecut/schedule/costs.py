@@ -40,6 +40,9 @@ class Costs:
     `transfer` is the time of each message between two ranks, whatever the number of stages: a number, a Link (which
     uses `message_bytes`), or a dict from (source rank, target rank) to these. Between stages of a rank nothing is sent.
 
+    `tie_bytes` are the sizes of the gradients that stages share, by the number of the tie: the first rank that holds
+    one gets it from the others and sends them the sum. Without it these sums take no time.
+
     >>> from pipecut.schedule.plan import Plan
     >>> plan = Plan.from_actions({0: ["0F0", "2F0"], 1: ["1F0"]})
     >>> Costs(forward=3).table(plan).time[Op.FORWARD]
@@ -57,6 +60,7 @@ class Costs:
     memory_backward_input: PerStage = 0.0
     memory_backward_weight: PerStage = -1.0
     message_bytes: MessageBytes | None = None
+    tie_bytes: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for name in TIMES + MEMORY:
@@ -65,6 +69,9 @@ class Costs:
                 object.__setattr__(self, name, _checked(name, value, signed=name in MEMORY))
         check_transfer(self.transfer)
         check_message_bytes(self.message_bytes, self.transfer)
+        if self.tie_bytes is not None:
+            sizes = (amount(f"tie_bytes[{number}]", size) for number, size in enumerate(self.tie_bytes))
+            object.__setattr__(self, "tie_bytes", tuple(sizes))
         for name in ("transfer", "message_bytes"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
@@ -98,6 +105,24 @@ class Costs:
         ranks = placement.rank_of[stage], placement.rank_of[other]
         edge = (stage, other) if op is Op.SEND_F else (other, stage)
         return message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
+
+    def tie_time(self, plan: Plan, number: int) -> float:
+        """How long the sum of a tie takes once all its ranks have come to it.
+
+        What goes from one rank to another is what it has, in words of its own, and then the gradient.
+        """
+        if self.tie_bytes is None:
+            return 0.0
+        if number >= len(self.tie_bytes):
+            raise PlanError(
+                f"tie_bytes has no value for tie {number}: the plan '{plan.name}' has {len(plan.dataflow.ties)} ties; "
+                "give one for each."
+            )
+        first, *others = plan.ranks_of_tie(number)
+        ways = [way for other in others for way in ((other, first), (first, other))]
+        return sum(
+            message_time(self.transfer, size, way, (0, 0)) for way in ways for size in (0.0, self.tie_bytes[number])
+        )
 
 
 def _checked(name: str, value: object, *, signed: bool) -> PerStage:

@@ -13,6 +13,10 @@ from .output import saved
 from .plan import Plan, Rows
 
 
+class MissingFileError(PlanError, FileNotFoundError):
+    """There is no such plan. It is a FileNotFoundError too, as of any file that is opened."""
+
+
 def save_csv(plan: Plan, path: str | PathLike[str]) -> None:
     """Write a plan; lines are filled up with empty cells to one length, so that a torn file is seen when it is read."""
     steps = max(map(len, plan.actions))
@@ -48,6 +52,8 @@ def _read_text(path: Path) -> str:
             f"{path}, line {line}, character {column}: byte 0x{error.object[error.start]:02x} is not UTF-8. "
             "Save the file as UTF-8."
         ) from None
+    except FileNotFoundError as error:
+        raise MissingFileError(f"Cannot read the plan {path}: {error.strerror}.") from error
     except OSError as error:
         raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from error
 

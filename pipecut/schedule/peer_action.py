@@ -42,7 +42,7 @@ class PeerAction(NamedTuple):
         try:
             action = parse_action(action_string)
         except PlanError as error:
-            raise ActionTextError(str(error)) from None
+            raise ActionTextError(f"Invalid action string: {error}") from None
         return None if action is None else as_peer(action)
 
 

@@ -41,7 +41,7 @@ FAMILIES = {
 
 def _plain(name: str) -> str:
     """A name without what may be written in several ways: case, hyphens, and the "Schedule" of a class."""
-    return re.sub(r"^schedule|[-_ ]", "", name.strip().lstrip("_").lower())
+    return re.sub(r"^schedule|[-_ ]", "", name.strip().lower())
 
 
 _NAMES = {_plain(name): name for name in FAMILIES}

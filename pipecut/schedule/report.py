@@ -19,7 +19,8 @@ from .timeline import Span, Timeline
 class Report:
     """The result of `simulate`; everything is worked out when it is first asked for. Print it for a table.
 
-    The timeline has the computations only: transfers, sharding and reductions take no time of a rank.
+    The timeline has the computations, and the sums of ties if they take time: transfers, sharding and other reductions
+    take no time of a rank.
     """
 
     plan: Plan
@@ -42,7 +43,7 @@ class Report:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """How long each rank computes, or sums what it shares with others."""
         starts, ends = self.record.starts, self.record.ends
         return tuple(sum(ends[number] - starts[number] for number in row) for row in self._numbers)
 
@@ -71,7 +72,8 @@ class Report:
         for row in self._numbers:
             held = peak = 0.0
             for number in row:
-                changes = [memory[op][stage] for stage, op, _, _, _ in self.record.actions[number].leaves]
+                leaves = self.record.actions[number].leaves
+                changes = [memory[op][stage] for stage, op, _, _, _ in leaves if op in memory]
                 peak = max(peak, held + sum(change for change in changes if change > 0))
                 held += sum(changes) if self.plan.training else 0.0
             peaks.append(peak)

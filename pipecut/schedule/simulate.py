@@ -3,7 +3,8 @@
 A rank runs its actions in order. A computation starts when its rank is free and the values of other ranks have arrived.
 A message leaves at the end of the computation that makes it or, in a plan with transfers, at the turn of its send, and
 travels while both ranks go on. Receives are taken to be posted in time. Transfers, sharding and reductions take no time
-of a rank, but the sum of a tie waits for the last of its ranks.
+of a rank, but the sum of a tie waits for the last of its ranks, and takes as long as its messages if their sizes are
+known.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class _Clock:
         self.handlers |= dict.fromkeys((*GIVES, Op.OVERLAP_F_B), self._compute)
         self.handlers |= dict.fromkeys(SENDS, self._send)
         self.handlers[Op.REDUCE_TIES] = self._meet
+        self.tie_times = [costs.tie_time(plan, number) for number in range(len(plan.dataflow.ties))]
+        self.summed: set[int] = set()
 
     def _compute(self, rank: int, action: Action) -> None:
         """A computation; the parts of an overlap run one after the other, and what they make leaves at its end."""
@@ -112,11 +115,18 @@ class _Clock:
 
     def _meet(self, rank: int, action: Action) -> None:
         """The sum of a tie: no rank of it goes on before the last has come; that all are there is the walk's doing."""
-        ranks = self.plan.ranks_of_tie(action.microbatch or 0)
-        latest = max(ranks, key=self.free.__getitem__)
-        for each in ranks:
-            if self.free[each] < self.free[latest]:
-                self.free[each], self.last[each] = self.free[latest], self.last[latest]
+        tie = action.microbatch or 0
+        if tie not in self.summed:
+            self.summed.add(tie)
+            ranks = self.plan.ranks_of_tie(tie)
+            latest = max(ranks, key=self.free.__getitem__)
+            for each in ranks:
+                if self.free[each] < self.free[latest]:
+                    self.free[each], self.last[each] = self.free[latest], self.last[latest]
+        if self.tie_times[tie] > 0:
+            start, number = self.free[rank], len(self.record.actions)
+            self.record.add(rank, action, start, start + self.tie_times[tie], self.last[rank], Wait.RANK)
+            self.free[rank], self.last[rank] = start + self.tie_times[tie], number
 
 
 def _takes_no_time(rank: int, action: Action) -> None:

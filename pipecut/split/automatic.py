@@ -32,6 +32,18 @@ class BalancedCut:
     balance: Balance
     chain: Chain
 
+    @property
+    def words(self) -> str:
+        """How even it is: the longest rank, the mean, and what no cut is below."""
+        found = self.balance
+        gap = found.bottleneck / found.lower_bound - 1 if found.lower_bound else 0.0
+        proof = "proven best" if found.is_best else f"at most {gap:.1%} above the best"
+        return (
+            f"the busiest rank takes {_milliseconds(found.bottleneck)} for a microbatch, {found.imbalance:.3f} times "
+            f"the mean of {_milliseconds(found.mean)}; no cut takes less than {_milliseconds(found.lower_bound)} "
+            f"({proof})"
+        )
+
 
 def balanced_cut(
     chain: Chain,
@@ -90,6 +102,10 @@ def balanced_cut(
     return BalancedCut(chain.plan(best.cuts), best, chain)
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.4g} ms"
+
+
 def warn_of_a_giant(found: BalancedCut) -> None:
     """Say which block alone is longer than a stage should be."""
     text = giant_in(found)
@@ -121,4 +137,4 @@ def same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:
     places = {place.cut.label: place.cut for place in allowed_places(traced)}
     found = [places.get(cut.label) for cut in plan.cuts]
     cuts = tuple(cut for cut in found if cut is not None)
-    return SplitPlan(cuts) if len(cuts) == len(found) else None
+    return SplitPlan(cuts, plan.balance) if len(cuts) == len(found) else None

@@ -49,6 +49,14 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class StageTie:
+    """A parameter that several stages hold, and the bytes of its gradient, which is summed over them once a step."""
+
+    stages: tuple[int, ...]
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
 class Chain:
     """Blocks and the places between them. A tied weight, or a value that several blocks keep, is in `shared`."""
 
@@ -157,10 +165,12 @@ class Chain:
             return times
         return Times(times.forward, 0.0, times.backward_input + times.backward_weight)
 
-    def tied_bytes(self, cuts: Sequence[int]) -> float:
-        """The bytes of trained parameters that stages share: their gradients are summed once a step."""
+    def ties(self, cuts: Sequence[int]) -> tuple[StageTie, ...]:
+        """The parameters that stages share, in the order of the cut model's ties."""
         bounds = [0, *cuts, len(self.times)]
-        return sum(item.trained for item in self.shared if len(_moved(item, bounds).blocks) > 1)
+        items = [_moved(item, bounds) for item in self.shared if item.parameter]
+        found = [StageTie(item.blocks, item.trained) for item in items if len(item.blocks) > 1]
+        return tuple(sorted(found, key=lambda tie: tie.stages[0]))
 
 
 @dataclass(frozen=True)

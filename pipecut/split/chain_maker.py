@@ -11,7 +11,7 @@ from ..pipe_ir.effects import operator_name
 from ..pipe_ir.spec import Dim
 from ..pipe_ir.traced import TracedModel
 from .chain import Chain, Place, SharedBytes
-from .cost import FORMULAS, Weights
+from .cost import Weights, step_flops
 from .costs.machine import Machine
 from .costs.memory_map import bytes_of
 from .costs.step_cost import CostFinder
@@ -88,7 +88,7 @@ class _ChainMaker:
                 if self.traced.steps[index].kind == "state":
                     users.setdefault(index, set()).add(block_of[step.index])
         found = []
-        for index, blocks in users.items():
+        for index, blocks in sorted(users.items(), key=lambda item: self.finder.place_of_parameter(item[0])):
             size = self._number(bytes_of(self.traced.steps[index]))
             spec = self.traced.steps[index].spec
             is_parameter = self.finder.is_parameter(index)
@@ -127,7 +127,7 @@ class _ChainMaker:
         found = [0.0] * blocks
         for step in self.operations:
             weights = {index for index in step.refs if is_weight[index] and needs_gradient(index)}
-            if weights and operator_name(step.target) in FORMULAS:
+            if weights and step_flops(self.traced, step) != 0:
                 block = block_of[step.index]
                 needed[block] |= {index for index in step.refs if not is_weight[index]}
                 found[block] += self._number(bytes_of(step))

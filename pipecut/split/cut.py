@@ -68,6 +68,7 @@ def cut_model(
         unused_parameters=unused_parameters(traced),
         recomputed=recomputed,
         only_returned=flows.only_returned,
+        balance=plan.balance,
     )
 
 

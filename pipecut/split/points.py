@@ -34,9 +34,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The ticks at which stages 1, 2, ... begin."""
+    """The ticks at which stages 1, 2, ... begin; `balance` says in words how even the stages are, where it is known."""
 
     cuts: tuple[Cut, ...]
+    balance: str = ""
 
     @property
     def ticks(self) -> tuple[int, ...]:
@@ -69,8 +70,17 @@ def check_split_spec(model: nn.Module, split_spec: object) -> None:
         raise SplitError("\n".join(faults))
 
 
-def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> SplitPlan:
-    """The cuts at the beginnings and ends of modules."""
+def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint], *, warn: bool = True) -> SplitPlan:
+    """The cuts at the beginnings and ends of modules, and at the model's own pipe_split() marks."""
+    return _joined_plan(traced, [*_marked(traced), *_named(traced, split_spec)], warn)
+
+
+def cuts_by_marks(traced: TracedModel, *, warn: bool = True) -> SplitPlan:
+    """The cuts at the model's own pipe_split() marks."""
+    return _joined_plan(traced, _marked(traced), warn)
+
+
+def _named(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> list[Cut]:
     first_path = {module: path for path, module in traced.model.named_modules()}
     calls: dict[str, list[Span]] = {}
     for span in traced.spans("call"):
@@ -86,7 +96,7 @@ def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> S
         tick = span.begin if point is SplitPoint.BEGINNING else span.end + 1
         side = "before" if point is SplitPoint.BEGINNING else "after"
         cuts.append(Cut(tick, f"the cut {side} {path!r}", span.path))
-    return checked_plan(traced, cuts)
+    return cuts
 
 
 def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> str:
@@ -109,26 +119,28 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
     return f"split_spec names {path!r}, which the model does not call with these example inputs; {called}"
 
 
-def cuts_by_marks(traced: TracedModel, *, warn: bool = True) -> SplitPlan:
-    """The cuts at the model's own pipe_split() marks. Marks with nothing between them count as one."""
-    marks = [step for step in traced.steps if step.kind == "mark"]
+def _marked(traced: TracedModel) -> list[Cut]:
     _check_no_mark_in_subgraphs(traced)
-    kept: list[Step] = []
-    for mark in marks:
-        if kept and not _has_work(traced, kept[-1].tick, mark.tick):
-            if warn:
-                warnings.warn(
-                    "two pipe_split() marks have nothing between them and count as one: "
-                    f"{_place(kept[-1])} and {_place(mark)}",
-                    PipeWarning,
-                    stacklevel=5,
-                )
-            continue
-        kept.append(mark)
-    path_of = {mark.index: calls_around(traced.root, mark.tick)[-1].path for mark in kept}
-    return checked_plan(
-        traced, [Cut(mark.tick, f"pipe_split() at {_place(mark)}", path_of[mark.index]) for mark in kept]
-    )
+    return [
+        Cut(step.tick, f"pipe_split() at {_place(step)}", calls_around(traced.root, step.tick)[-1].path)
+        for step in traced.steps
+        if step.kind == "mark"
+    ]
+
+
+def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warn: bool) -> SplitPlan:
+    """A plan in which cuts with nothing between them, by marks or by names, count as one."""
+    kept: list[Cut] = []
+    for cut in sorted(cuts, key=lambda cut: cut.tick):
+        if not kept or _has_work(traced, kept[-1].tick, cut.tick):
+            kept.append(cut)
+        elif warn:
+            warnings.warn(
+                f"two cuts have nothing between them and count as one: {kept[-1].label} and {cut.label}",
+                PipeWarning,
+                stacklevel=6,
+            )
+    return checked_plan(traced, kept)
 
 
 def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:

@@ -7,16 +7,17 @@ a step a stage does them by itself, with what `set_local_fwd_input` and `set_loc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PipeError
 from ..pipe_ir.structure import flatten
+from .examples import StageMetadataError
 from .not_called import NOT_CALLED
+from .on_mesh import OnMesh, placing_of, text_of
 from .passed_values import OnTheirWay, StageCallError, are_same
 from .replaced_attributes import ReplacedAttributes
 
@@ -41,10 +42,6 @@ class Driver(Protocol):
         """Run the rest of a backward."""
 
 
-class StageMetadataError(PipeError, RuntimeError):
-    """Tensors are not what was said of them."""
-
-
 _TRANSFERS = "what is sent and received is the work of the schedule's executor"
 _SHAPES = "shapes follow from the sizes of each step"
 _REPLACED = {
@@ -52,7 +49,7 @@ _REPLACED = {
     **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _TRANSFERS),
     **dict.fromkeys(("_stage_meta", "_user_meta", "inputs_meta", "_outputs_meta", "grads_meta"), _SHAPES),
     **dict.fromkeys(("_inference_mode", "_fwd_outputs_for_bwd_meta"), _SHAPES),
-    "_mesh_cache": "only plain tensors go between stages: end a stage with to_local()",
+    "_mesh_cache": "a stage finds its meshes by itself, in what it was made with: pass get_mesh= for others",
     "backward_state": "what a backward has left is in stage.flights[microbatch].pending",
 }
 
@@ -128,11 +125,14 @@ class OneChunkCalls(ReplacedAttributes):
         """
         if not self._runtime_validate or declared is None:
             return
-        expected, found = _described(declared), _described(got)
-        if found != (expected[: len(found)] if in_part else expected):
+        expected, found = _tensors(declared), _tensors(got)
+        wanted = expected[: len(found)] if in_part else expected
+        fault = _difference(f"forward {what.removesuffix('_args')}s", wanted, found)
+        if fault:
+            index = cast("PipelineStage", self).stage_index
             raise StageMetadataError(
-                f"stage {cast('PipelineStage', self).stage_index} was made with {what} {', '.join(expected)}, and has "
-                f"{', '.join(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
+                f"Stage {index} {fault}: stage {index} was made with {what} {_described(expected)}, and has "
+                f"{_described(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
                 "passed, or leave it False, with which the number of samples may be another"
             )
 
@@ -338,10 +338,31 @@ def returned(stage: PipelineStage, flight: Flight) -> Any:
     return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)
 
 
-def _described(values: Any) -> list[str]:
+def _tensors(values: Any) -> list[Tensor]:
     leaves, _ = flatten(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _described(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(map(text_of, tensors))
+
+
+_LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda tensor: tensor.shape,
+    "dtype": lambda tensor: tensor.dtype,
+    "placement": lambda tensor: placing_of(OnMesh.of(tensor)),
+}
+
+
+def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    """In what tensors differ first; nothing if they do not."""
+    if len(expected) != len(found):
+        return f"{called}: expected {len(expected)} tensors, got {len(found)}"
+    for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+        for name, look in _LOOKS.items():
+            if look(wanted) != look(got):
+                return f"{called}[{place}]: {name} mismatch"
+    return ""
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:

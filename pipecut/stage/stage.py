@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .examples import Examples, StageMetadataError
 from .materialization import check_has_memory
-from .microbatch.distributed_tensor import is_distributed
+from .meshes import Meshes
+from .on_mesh import MeshKey, OnMesh, placing_of, text_of
 from .peer_surface import OneChunkCalls
 from .ports import Ports, ports_of
 from .replica import Replica, replica_of, wrappers_in
@@ -41,6 +43,9 @@ class PipelineStage(OneChunkCalls):
     takes what the stage before it returns, as positional arguments, and returns a tensor or a tuple of tensors; the
     last one may return anything. Shapes are found out in the first step, from what really arrives.
 
+    A DTensor is sent as its local part, and is one again on the next stage, on its own mesh: one that its parameters,
+    `input_args` or `output_args` are on, or the one that `get_mesh(mesh_dim_names, mesh_layout)` returns.
+
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
     >>> stage.is_first, stage.is_last
     (True, True)
@@ -63,16 +68,20 @@ class PipelineStage(OneChunkCalls):
         pipe_info: PipeInfo | None = None,
     ) -> None:
         _check_place(submodule, stage_index, num_stages)
+        examples = Examples(input_args, output_args, input_grads, output_grads).checked(stage_index, num_stages)
         check_has_memory(submodule, stage_index, torch.device(device))
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
-        self.input_args = _as_tuple(input_args)
-        self.output_args = _as_tuple(output_args)
+        self.input_args: tuple[Any, ...] | None = examples.input_args
+        self.output_args: tuple[Any, ...] | None = examples.output_args
         self.group = group
+        _check_group(self.group_size, num_stages)
         self.dw_builder = dw_builder
-        self.get_mesh = get_mesh
+        self.meshes = Meshes(stage_index, get_mesh)
+        for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
+            self.meshes.see(given or ())
         self.pipe_info = pipe_info
         self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
         self.look_at_wrappers()
@@ -133,12 +142,7 @@ class PipelineStage(OneChunkCalls):
                     f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
                     "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
                 )
-            if is_distributed(output):
-                raise PipeError(
-                    f"stage {self.stage_index} returned a DTensor as output {place}, and only plain tensors are sent "
-                    "to the next stage: end the stage with use_local_output=True or to_local(), and begin the next one "
-                    "with PrepareModuleInput or DTensor.from_local()"
-                )
+        self.meshes.see(outputs)
         self._check_outputs(outputs)
         return outputs
 
@@ -146,12 +150,13 @@ class PipelineStage(OneChunkCalls):
         """What comes out fits the example that the stage was made with; the number of samples may be another."""
         if self.output_args is None:
             return
-        expected = [(tuple(example.shape[1:]), example.dtype) for example in self.output_args]
-        got = [(tuple(output.shape[1:]), output.dtype) for output in outputs]
+        expected = [_sample_of(example) for example in self.output_args]
+        got = [_sample_of(output) for output in outputs]
         if got != expected:
-            raise PipeError(
-                f"stage {self.stage_index} was made for outputs of shapes and dtypes {expected}, samples aside, and "
-                f"returned {got}: check output_args, or what the module returns"
+            declared, made = ", ".join(map(text_of, self.output_args)), ", ".join(map(text_of, outputs))
+            raise StageMetadataError(
+                f"stage {self.stage_index} was made for output_args {declared}, samples aside, and returned {made}: "
+                "check output_args, or what the module returns"
             )
 
     def backward(self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool) -> list[Tensor | None]:
@@ -199,6 +204,10 @@ class PipelineStage(OneChunkCalls):
         ]
         return [output for output, _ in pairs], [grad for _, grad in pairs]
 
+    def mesh_for(self, key: MeshKey) -> Any:
+        """The mesh of this rank on which a DTensor from another stage lies."""
+        return self.meshes.find(key, self.submod)
+
     def clear_runtime_states(self) -> None:
         """Forget every microbatch in flight."""
         self.flights.clear()
@@ -228,5 +237,18 @@ def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
         )
 
 
-def _as_tuple(values: Any) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values) if isinstance(values, tuple | list) else (values,)
+class GroupSizeError(InputError, RuntimeError):
+    """A group with ranks that would have no stage. It is a RuntimeError too, as with the peer."""
+
+
+def _check_group(size: int, num_stages: int) -> None:
+    if size > num_stages:
+        raise GroupSizeError(
+            f"Pipeline group size {size} cannot be larger than number of stages {num_stages}: every rank of the group "
+            f"has a stage. Pass the group of its ranks as group=, or cut the model into at least {size} stages"
+        )
+
+
+def _sample_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What the samples of a tensor have in common."""
+    return tuple(tensor.shape[1:]), tensor.dtype, placing_of(OnMesh.of(tensor))

@@ -101,7 +101,7 @@ def test_attributes_of_a_stage() -> None:
         ("_user_meta", "shapes follow from the sizes of each step"),
         ("_fwd_outputs_for_bwd_meta", "shapes follow from the sizes of each step"),
         ("_compute_input_grads", "put what it does into hooks of the module"),
-        ("_mesh_cache", "only plain tensors go between stages: end a stage with to_local"),
+        ("_mesh_cache", "a stage finds its meshes by itself, in what it was made with: pass get_mesh="),
     ],
 )
 def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:
@@ -117,7 +117,6 @@ def test_attributes_of_a_stage_that_are_replaced(name: str, told: str) -> None:
     ("name", "told"),
     [
         ("_comp_type_to_function_map", r"call register_custom_function\(\)"),
-        ("_internal_losses", r"pass losses=, a list, to step\(\)"),
         ("_split_inputs", "the microbatches of a step are cut, run and merged by step"),
         ("_initialize_stages", "stages are ready when they are made"),
         ("_stage_forward_initialized", "stages are ready when they are made"),
@@ -128,6 +127,28 @@ def test_attributes_of_a_schedule_that_are_replaced(name: str, told: str) -> Non
     schedule = schedules.ScheduleGPipe(stages(1), 2)
     with pytest.raises(AttributeError, match=f"ScheduleGPipe.{name} is not part of pipecut: {told}"):
         getattr(schedule, name)
+
+
+def test_the_losses_of_a_step_are_held_while_it_runs_only() -> None:
+    schedule: Any = schedules.ScheduleGPipe(stages(1), 2, loss_fn=nn.functional.mse_loss)
+    schedule._internal_losses = []
+    schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert schedule._internal_losses == []
+    with pytest.raises(
+        AttributeError, match=r"_internal_losses is \[\] and cannot be set to \[1\]: pass losses=, a list"
+    ):
+        schedule._internal_losses = [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_backwards_are_counted_and_can_be_read_after_the_step(ranks: int) -> None:
+    """The counts were gone with the step."""
+    schedule = schedules.ScheduleInterleavedZeroBubble(stages(), 4, loss_fn=nn.functional.mse_loss, ranks=ranks)
+    for _ in range(2):
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        assert schedule.backward_counter == {0: 4, 1: 4, 2: 4, 3: 4}
+    schedule.eval(torch.ones(4, 4))
+    assert not schedule.backward_counter
 
 
 def test_use_full_backward_is_taken_and_has_no_effect() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -45,8 +46,59 @@ def test_differences_of_dtensors(mesh: DeviceMesh) -> None:
     assert meta.get_diff(other) == ["placements mismatch: (Shard(dim=1),) vs (Replicate(),)"]
     plain = _TensorMeta.from_tensor(torch.ones(4, 6))
     assert meta.get_diff(plain) == ["type: _DTensorMeta vs _TensorMeta"]
+    longer = _TensorMeta.from_tensor(torch.ones(5, 6, dtype=torch.float64))
+    assert meta.get_diff(longer) == [
+        "shape mismatch: torch.Size([4, 6]) vs torch.Size([5, 6])",
+        "dtype mismatch: torch.float32 vs torch.float64",
+        "type: _DTensorMeta vs _TensorMeta",
+    ]
     with pytest.raises(_utils.PipeliningMetadataError, match=r"x\[0\].*placements mismatch"):
         _utils.validate_tensors_metadata("x", (meta,), (other,))
+
+
+def test_a_dtensor_is_no_plain_tensor(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
+    plain, placed = _TensorMeta.from_tensor(torch.ones(4, 6)), _DTensorMeta.from_dtensor(tensor)
+    there, back = "type: expected _TensorMeta, got _DTensorMeta", "type: expected _DTensorMeta, got _TensorMeta"
+    assert _utils.validate_metadata("d", plain, tensor) == [there]
+    assert _utils.validate_metadata("d", placed, torch.ones(4, 6)) == [back]
+    with pytest.raises(_utils.PipeliningMetadataError, match=f"d: {there}"):
+        _utils.validate_metadata("d", plain, tensor, raise_on_mismatch=True)
+    with pytest.warns(UserWarning, match=f"d: Metadata type mismatch. {there}"):
+        _utils.validate_metadata("d", plain, tensor, warn_on_mismatch=True)
+    with pytest.raises(_utils.PipeliningMetadataError, match="Expected plain tensor, got DTensor .of shape .4, 6"):
+        _TensorMeta.from_tensor(tensor)
+
+
+def test_whole_numbers_in_dtensors_have_no_gradient(mesh: DeviceMesh) -> None:
+    meta = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4, 6, dtype=torch.int64), mesh, [Replicate()]))
+    made = dataclasses.replace(meta, requires_grad=True).to_dtensor("cpu", mesh)
+    assert isinstance(made, DTensor)
+    assert not made.requires_grad
+
+
+def test_a_mesh_without_names(mesh: DeviceMesh) -> None:
+    unnamed = init_device_mesh("cpu", (1,))
+    meta = _DTensorMeta.from_dtensor(distribute_tensor(torch.ones(4), unnamed, [Replicate()]))
+    assert meta.mesh_cache_key == ((), unnamed._layout)
+    assert _DTensorMeta(torch.Size([4]), (1,), torch.float32, False).mesh_dim_names == ()
+
+
+def test_gradients_of_dtensors(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()]).requires_grad_()
+    _utils.validate_static_arg_grad_correspondence(0, (tensor,), (tensor.detach(),), True)
+    told = r"Stage 0: input_args\[0\] is a DTensor, but input_grads\[0\] is a Tensor, expected DTensor or None"
+    with pytest.raises(_utils.PipeliningMetadataError, match=told):
+        _utils.validate_static_arg_grad_correspondence(0, (tensor,), (torch.ones(2, 4),), True)
+    with pytest.raises(_utils.PipeliningMetadataError, match=told.replace("input", "output")):
+        PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", output_args=tensor, output_grads=torch.ones(2, 4))
+    metas = _utils.extract_tensor_metas((tensor,))
+    assert metas is not None
+    assert _utils._derive_grad_metas(metas) == (None,)  # its placements are not known
+    plain = _TensorMeta.from_tensor(torch.ones(2, 4))
+    only_in_gradients = _StageMeta((plain,), (plain,), metas, None)
+    assert not only_in_gradients.has_dtensors()
+    assert not _utils.InferenceMode.needs_dynamic(only_in_gradients, True)
 
 
 def test_metas_and_meshes_of_dtensors(mesh: DeviceMesh) -> None:
@@ -71,6 +123,7 @@ def test_chunks_of_dtensors(mesh: DeviceMesh) -> None:
     whole = torch.arange(8.0).reshape(4, 2)
     spec = microbatch.TensorChunkSpec(0)
     chunks = microbatch._split_tensor(distribute_tensor(whole, mesh, [Shard(1)]), spec, 2)
+    assert isinstance(chunks, list)
     assert all(isinstance(chunk, DTensor) and chunk.placements == (Shard(1),) for chunk in chunks)
     (merged,) = microbatch.merge_chunks([(chunk,) for chunk in chunks], (spec,))
     assert merged.placements == (Shard(1),)
@@ -111,14 +164,18 @@ def parallel_stages(name: str, *, local: bool) -> tuple[nn.Sequential, dict[int,
     return whole, modules, [PipelineStage(part, index, total, "cpu", group=group) for index, part in modules.items()]
 
 
-def train(rank: int, name: str) -> int:
-    whole, modules, stages = parallel_stages(name, local=True)
+def mean_squares(output: Tensor, target: Tensor) -> Tensor:
+    whole = output.full_tensor() if isinstance(output, DTensor) else output
+    return nn.functional.mse_loss(whole, target)
+
+
+def train(rank: int, name: str, local: bool) -> int:
+    whole, modules, stages = parallel_stages(name, local=local)
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    loss = nn.functional.mse_loss
-    schedule = schedules.get_schedule_class(name)(stages, 4, loss)  # type: ignore[arg-type]
+    schedule = schedules.get_schedule_class(name)(stages, 4, mean_squares)  # type: ignore[arg-type]
     losses: list[Tensor] = []
     schedule.step(*((x,) if 0 in modules else ()), target=y, losses=losses)
-    loss(whole(x), y).backward()
+    mean_squares(whole(x), y).backward()
     for index, module in modules.items():
         wanted = dict(whole[index].named_parameters())
         for parameter_name, parameter in module.named_parameters():
@@ -129,26 +186,10 @@ def train(rank: int, name: str) -> int:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("name", STAGES)
-def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(four_ranks: Ranks, name: str) -> None:
-    assert sorted(four_ranks.run(train, name)) == [0, 0, 4, 4]
-
-
-def send_dtensors(rank: int) -> str:
-    _, modules, stages = parallel_stages("1F1B", local=False)
-    schedule = schedules.Schedule1F1B(stages, 4, nn.functional.mse_loss)
-    x = torch.ones(8, 4, dtype=torch.float64)
-    with pytest.raises(RuntimeError) as caught:
-        schedule.step(*((x,) if 0 in modules else ()), target=x)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_a_dtensor_between_stages_is_refused(four_ranks: Ranks) -> None:
-    messages = four_ranks.run(send_dtensors)
-    four_ranks.close()
-    for message in messages:
-        assert (
-            "stage 0 returned a DTensor as output 0, and only plain tensors are sent to the next stage: end" in message
-        )
-        assert "use_local_output=True or to_local()" in message
+def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(
+    four_ranks: Ranks, name: str, local: bool
+) -> None:
+    """Plain tensors go from stage to stage, or DTensors."""
+    assert sorted(four_ranks.run(train, name, local)) == [0, 0, 4, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -144,6 +145,42 @@ def test_a_schedule_is_made_of_stages_that_only_say_where_they_are(name: str) ->
     assert schedule.pipeline_order_with_comms == again
     with pytest.raises(InputError, match=r"a Mock has no module to run: its __init__ must call that of PipelineStage"):
         schedule.step(torch.ones(8, 2))
+
+
+def mocks(count: int, **places: int) -> list[Any]:
+    return [MagicMock(submod=None, group_rank=0, group=None, **places) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_a_schedule_is_made_of_mocks(name: str) -> None:
+    """They are no PipelineStages, and have every attribute; their numbers will do to make an order."""
+    kind: Any = schedules.get_schedule_class(name)
+    for ranks in (1, 2):
+        stages = mocks(2, num_stages=2 * ranks, group_size=ranks)
+        schedule = kind(stages, 4)
+        assert sorted(schedule.pipeline_order) == list(range(ranks))
+        assert schedule.pipeline_order == kind([Mock(2 * ranks, ranks) for _ in range(2)], 4).pipeline_order
+        assert stages[0].stage_index_to_group_rank == schedule.stage_index_to_group_rank
+        assert schedule._simulate()
+        assert not schedule.fwd_recv_ops
+        with pytest.raises(InputError, match="a MagicMock has no module to run"):
+            schedule.step(torch.ones(8, 2))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_a_schedule_is_made_of_a_mock(name: str) -> None:
+    """A MagicMock can be iterated over, and was taken for a list of stages without any."""
+    kind: Any = schedules.get_schedule_class(name)
+    for ranks in (1, 2):
+        (stage,) = mocks(1, num_stages=2, group_size=ranks)
+        assert kind(stage, 4).pipeline_order == kind(Mock(2, 2), 4).pipeline_order
+
+
+def test_a_mock_without_numbers_is_no_stage() -> None:
+    with pytest.raises(InputError, match="a schedule takes PipelineStages, got MagicMock"):
+        schedules.ScheduleInterleaved1F1B([MagicMock(), MagicMock()], 4)
 
 
 def test_v_schedules_refuse_other_numbers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import Pipe as OwnPipe
+from pipecut import PipeWarning, pipeline
 from pipecut.compat import _IR, _debug, _utils, microbatch, schedules
 from pipecut.compat._schedule_visualizer import add_schedule_op_spacing, get_schedule_ops, visualize_schedule
+from pipecut.errors import PipeError
 
 META = _utils._TensorMeta.from_tensor(torch.ones(2, 3, requires_grad=True))
 OTHER = _utils._TensorMeta.from_tensor(torch.ones(3, 2, dtype=torch.float64))
@@ -26,6 +30,10 @@ def test_stages_are_placed_on_ranks() -> None:
     assert _utils.generate_rank_to_stage_mapping(4, 2) == {0: [0], 1: [1]}
     with pytest.raises(ValueError, match="Style x is not supported"):
         _utils.generate_stage_to_rank_mapping(2, 4, "x")
+    with pytest.raises(
+        PipeError, match="num_stages=5 must be evenly divisible by pp_size=2 in style 'v'.*or style 'loop'"
+    ):
+        _utils.generate_stage_to_rank_mapping(2, 5, "v")
 
 
 def test_tensor_metas() -> None:
@@ -39,10 +47,21 @@ def test_tensor_metas() -> None:
     assert _utils._derive_grad_metas((META, OTHER))[1] is None
     assert _utils.extract_tensor_metas(None) is None
     assert _utils.extract_tensor_metas((torch.ones(1), None), allow_none=True)[1] is None  # type: ignore[index]
-    with pytest.raises(RuntimeError, match="a tensor is None: pass allow_none=True"):
+    with pytest.raises(
+        RuntimeError, match="None values are not allowed here, and tensor 0 is None: pass allow_none=True"
+    ):
         _utils.extract_tensor_metas((None,))
     with pytest.raises(_utils.PipeliningMetadataError, match="expected a tensor, got int: pass other values as"):
         _utils.extract_tensor_metas((torch.ones(1), 3))
+    assert _utils.extract_tensor_metas((torch.ones(2, 3, requires_grad=True), 5), allow_none=True) == (META, None)
+
+
+def test_whole_numbers_have_no_gradient() -> None:
+    meta = dataclasses.replace(META, dtype=torch.int64)
+    assert meta.requires_grad
+    assert not meta.to_tensor("cpu").requires_grad
+    assert dataclasses.replace(META, dtype=torch.complex64).to_tensor("cpu").requires_grad
+    assert not _utils._make_tensor_from_meta(META, "cpu").requires_grad
 
 
 def test_mismatches_are_returned_raised_or_warned_of() -> None:
@@ -60,6 +79,11 @@ def test_mismatches_are_returned_raised_or_warned_of() -> None:
     ):
         with pytest.raises(RuntimeError, match=told):
             _utils.validate_tensors_metadata("x", expected, actual)
+        with pytest.warns(UserWarning, match=told.replace("shape", "Metadata mismatch. shape")):
+            differences = _utils.validate_tensors_metadata(
+                "x", expected, actual, raise_on_mismatch=False, warn_on_mismatch=True
+            )
+        assert differences
 
 
 def test_arguments_and_their_gradients() -> None:
@@ -67,7 +91,11 @@ def test_arguments_and_their_gradients() -> None:
     assert _utils.validate_and_normalize_to_tuple(None) is None
     assert _utils.validate_and_normalize_to_tuple([x]) == (x,)
     assert _utils.validate_and_normalize_to_tuple((x, None), allow_none=True) == (x, None)
-    for given, told in (((x, None), r"stage arg\[1\] is None"), ((1,), r"stage arg\[0\] is int"), (3, "got int")):
+    for given, told in (
+        ((x, None), r"Stage arg\[1\] is None, and all of them must be tensors: pass other values by keyword"),
+        ((1,), r"Stage arg\[0\] has type int, and all of them must be tensors"),
+        (3, "Stage arg must be a tensor, or a tuple or list of tensors; got int"),
+    ):
         with pytest.raises(RuntimeError, match=told):
             _utils.validate_and_normalize_to_tuple(given)
     _utils.validate_static_arg_grad_correspondence(0, (x,), (torch.ones(2),), True)
@@ -94,7 +122,9 @@ def test_stage_metas_and_meshes() -> None:
     with pytest.raises(RuntimeError, match="pass get_mesh= to the stage"):
         cache.get_mesh((("tp",), None))
     nothing = _utils._MeshCache(lambda names, layout: None)
-    with pytest.raises(_utils.PipeliningMetadataError, match=r"get_mesh= returned None for the dims \('tp',\)"):
+    with pytest.raises(
+        _utils.PipeliningMetadataError, match=r"get_mesh= callback returned None for the dims \('tp',\)"
+    ):
         nothing.get_mesh((("tp",), None))
     assert len(nothing) == 0
     mesh: Any = SimpleNamespace()
@@ -166,6 +196,57 @@ def test_a_pipe_returns_a_tuple_and_takes_keywords_by_position() -> None:
     assert _IR.get_submod_name(1) == "submod_pp_1"
 
 
+class Marked(nn.Module):
+    """Has a mark in front of its second layer, and one inside of its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.last = _IR.PipeSequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        _IR.pipe_split()
+        result: Tensor = self.last(self.layers[2](self.layers[1](x)))
+        return result
+
+
+def test_marks_and_names_cut_together() -> None:
+    """A split_spec for a model with marks was refused."""
+    model, x = Marked(), torch.randn(4, 3)
+    spec = {"layers.2": _IR.SplitPoint.BEGINNING}
+    for cut in (_IR.pipeline, pipeline):
+        pipe = cut(model, (x,), split_spec=spec)
+        assert pipe.num_stages == 4
+        names = [sorted(name for name, _ in stage.named_parameters()) for stage in pipe.stages]
+        layers = [["layers.0"], ["layers.1"], ["last.0", "layers.2"], ["last.1"]]
+        assert names == [[f"{name}.{kind}" for name in stage for kind in ("bias", "weight")] for stage in layers]
+        assert_trains_alike(model, pipe, x)
+
+
+def assert_trains_alike(model: nn.Module, pipe: OwnPipe, x: Tensor) -> None:
+    """Gradients are those of the uncut model, whose parameters the stages have."""
+    found = []
+    for run in (model, pipe):
+        model.zero_grad()
+        result = run(x)
+        (result[0] if isinstance(result, tuple) else result).sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(grad is not None for grads in found for grad in grads.values())
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize(("name", "side"), [("layers.0", _IR.SplitPoint.END), ("layers.1", _IR.SplitPoint.BEGINNING)])
+def test_a_place_that_is_marked_and_named_is_one_cut(name: str, side: _IR.SplitPoint) -> None:
+    model, x = Marked(), torch.randn(4, 3)
+    with pytest.warns(
+        PipeWarning, match=r"two cuts have nothing .* count as one: .*pipe_split\(\) at .*test_values.py"
+    ):
+        pipe = _IR.pipeline(model, (x,), split_spec={name: side})
+    assert pipe.num_stages == 3
+    torch.testing.assert_close(pipe(x)[0], model(x))
+
+
 def test_sequences_and_losses_of_the_peer() -> None:
     modules = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     assert _IR.Pipe.from_tracing(_IR.PipeSequential.from_sequential(modules), (torch.ones(4, 3),)).num_stages == 3
@@ -186,7 +267,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="Cannot add spacing and view comms"):
         get_schedule_ops("1F1B", 2, 2, add_spacing=True, with_comms=True)
     schedules._dump_chrometrace(dict(enumerate(rows)), str(tmp_path / "trace.json"))
-    assert '"0F0"' in (tmp_path / "trace.json").read_text()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["tid"] for event in events if event["name"] in ("0F0", "1F0", "1REDUCE_GRAD")] == [0, 1, 1]
 
 
 def test_transfers_are_begun_one_by_one_or_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +295,9 @@ def test_transfers_are_begun_one_by_one_or_in_a_batch(monkeypatch: pytest.Monkey
         ("receive", {"group": None, "tag": 7, "group_src": 1}),
         ("batch", 2),
     ]
+    monkeypatch.setattr(schedules.dist, "isend", nothing := lambda tensor, **how: None)
+    assert schedules._batch_p2p([op(nothing, 1), op(nothing, 2)]) == [None, None]
+    schedules._wait_batch_p2p([None])
     assert list(schedules._sorted_batch_p2p([op(isend, 2), op(isend, 1)])) == [1, 2]
 
 

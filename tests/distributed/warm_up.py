@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed.tensor.parallel  # slow to import, for four ranks at once
 from torch import nn
 
 from pipecut import get_schedule_class, pipeline

@@ -175,7 +175,7 @@ def test_parameters_unfrozen_between_steps(ranks: RankProcesses) -> None:
 
 
 def stage_of(module: nn.Module) -> PipelineStage:
-    return PipelineStage(module, 0, 2, "cpu")
+    return PipelineStage(module, 0, 4, "cpu")
 
 
 def freeze_before_the_stage(number: int) -> str:

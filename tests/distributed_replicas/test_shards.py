@@ -282,7 +282,8 @@ def train_in_one_process_each(number: int) -> None:
     for module, original in zip(modules, whole, strict=True):
         module.load_state_dict(original.state_dict())
         sharded(module, mesh)
-    stages = [PipelineStage(module, stage, 2, "cpu") for stage, module in enumerate(modules)]
+    alone = dist.new_group([number], use_local_synchronization=True)  # a pipeline of its own in each process
+    stages = [PipelineStage(module, stage, 2, "cpu", group=alone) for stage, module in enumerate(modules)]
     schedule = get_schedule_class("LoopedBFS")(stages, MICROBATCHES, nn.functional.mse_loss, ranks=1)  # type: ignore[arg-type]
     x, y = torch.randn(4 * SAMPLES, 8).double(), torch.randn(4 * SAMPLES, 8).double()
     for _ in range(2):

@@ -152,6 +152,7 @@ def test_the_line_of_a_fault_after_a_cell_of_two_lines(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         Plan.load_csv(tmp_path / "missing.csv")
+    assert isinstance(error.value, FileNotFoundError)
     assert str(error.value) == f"Cannot read the plan {tmp_path / 'missing.csv'}: No such file or directory."
     with pytest.raises(PlanError) as error:
         Plan.load_csv(tmp_path)

@@ -371,6 +371,21 @@ def test_lower_keeps_transfers_that_are_there() -> None:
     assert lower(plan) == plan
 
 
+def test_lower_keeps_upkeep_that_is_there() -> None:
+    kept = plan_of("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD \n 1UNSHARD 1F0 1B0 1RESHARD 1REDUCE_GRAD")
+    assert same(
+        lower(kept, max_held=1),
+        """
+        0UNSHARD 0F0 0SEND_F0                   0RECV_B0 0B0 0REDUCE_GRAD 0RESHARD
+        1UNSHARD     1RECV_F0 1F0 1B0           1SEND_B0 1RESHARD 1REDUCE_GRAD
+        """,
+    )
+    without_reductions = plan_of("0UNSHARD 0F0 0B0 0RESHARD")
+    assert same(lower(without_reductions, max_held=1), "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD")
+    without_sharding = plan_of("0F0 0B0 0REDUCE_GRAD")
+    assert same(lower(without_sharding, max_held=1), "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD")
+
+
 @pytest.mark.parametrize(
     ("again", "message"),
     [

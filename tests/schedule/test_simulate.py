@@ -178,6 +178,27 @@ def test_receives_stand_anywhere_before_their_use() -> None:
     assert simulate(early).timeline.spans == simulate(late).timeline.spans
 
 
+def test_the_sum_of_a_tie_takes_as_long_as_its_messages() -> None:
+    """Rank 1 ends at 5 and waits for rank 0. Each way a word (1) and the gradient (1 + 10 / 2), and the same back."""
+    flow = Dataflow.chain(2, ties=[{0, 1}])
+    plan = plan_of("0F0 0B0 0REDUCE_TIES0", "1F0 1B0 1REDUCE_TIES0", dataflow=flow)
+    report = simulate(plan, Costs(transfer=Link(1, 2), message_bytes=0, tie_bytes=[10]))
+    sums = [(span.rank, span.start, span.end) for span in report.timeline if span.action.op is Op.REDUCE_TIES]
+    assert sums == [(0, 8.0, 22.0), (1, 8.0, 22.0)]
+    assert report.makespan == 22
+    assert report.critical_path[-1].action.op is Op.REDUCE_TIES
+    assert report.peak_memory == (1, 1)
+    assert [busy + idle.total for busy, idle in zip(report.busy, report.idle, strict=True)] == [22, 22]
+
+
+def test_tie_bytes_are_checked() -> None:
+    plan = plan_of("0F0 0B0", "1F0 1B0", dataflow=Dataflow.chain(2, ties=[{0, 1}]))
+    with pytest.raises(PlanError, match=r"tie_bytes has no value for tie 0: the plan 'custom' has 1 ties; give one"):
+        simulate(plan, Costs(tie_bytes=[]))
+    with pytest.raises(PlanError, match=r"tie_bytes\[0\]=-1 is negative: give 0 or more"):
+        Costs(tie_bytes=[-1])
+
+
 def test_the_sum_of_a_tie_waits_for_all_its_ranks() -> None:
     flow = Dataflow.chain(3, ties=[{0, 1}])
     rows = "0F0 0B0 0REDUCE_TIES0", "1F0 1B0 1REDUCE_TIES0 2F0 2B0"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, PipeWarning, PlannedSchedule, Schedule1F1B
-from pipecut.errors import PipeError
-from pipecut.schedule import Plan, plan_for
+from pipecut.errors import PipeError, PlanError
+from pipecut.schedule import Plan, compare, plan_for, simulate
 from pipecut.schedule.registry import FAMILIES
 from pipecut.schedule.run.opening import opening_of
 from tests.distributed.ranks import Ranks
@@ -48,6 +48,26 @@ def test_a_loss_in_the_first_microbatch_only() -> None:
         PipeError, match="in 1F1 .*a training step needs a loss, and the output of the model is a tensor"
     ):
         Schedule1F1B(stages, 4).step(torch.randn(8, 4))
+
+
+class Mean(nn.Module):
+    """A loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_the_first_step_is_in_another_order_than_the_plan_and_the_second_is_not() -> None:
+    """Its first microbatch goes through all stages before the others: what is compared has to be a later step."""
+    plan = plan_for("Interleaved1F1B", ranks=2, microbatches=4)
+    parts = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Mean()]
+    schedule = PlannedSchedule([PipelineStage(part, index, 4, "cpu") for index, part in enumerate(parts)], plan)
+    schedule.tracing = True
+    schedule.step(torch.randn(8, 4))
+    with pytest.raises(PlanError, match=r"Rank 0 executed 2F0 as number 1 where .* has 0F1: .*: trace a later one"):
+        compare(simulate(plan), schedule.trace())
+    schedule.step(torch.randn(8, 4))
+    assert len(compare(simulate(plan), schedule.trace()).ranks) == 2
 
 
 def step_without_loss(rank: int, name: str) -> tuple[list[int], list[bool], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipecut import Pipe, PipeWarning, pipeline, plan
+from pipecut import Pipe, PipeWarning, SplitPoint, pipeline, plan
 from pipecut.errors import InputError, SplitError
 from pipecut.measurement import stage_times
 from pipecut.measurement.chain import measured_chain
@@ -50,6 +51,24 @@ def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4096), nn.Linear(4096, 8), nn.Linear(8, 8))
     pipe = pipeline(model, (torch.ones(4, 8),), num_stages=2)
     assert [info.modules for info in pipe.stage_infos] == [("0", "1", "2"), ("3", "4")]
+
+
+def test_einsum_weighs_as_much_as_the_product_that_it_is() -> None:
+    """einsum counted as no work at all: 9 of 12 equal layers came to lie in the first of two stages."""
+
+    class Einsum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bti,ij->btj", x, self.weight)
+
+    model = nn.Sequential(*(Einsum() for _ in range(6)), *(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    pipe = pipeline(model, (torch.randn(8, 64, 64),), num_stages=2)
+    assert [len(info.modules) for info in pipe.stage_infos] == [6, 6]
+    chain = chain_of(pipe.traced)
+    assert chain.deferred == (2 * 8 * 64 * 64 * 4,) * 12
 
 
 def test_at_equal_balance_the_cut_goes_where_least_is_sent() -> None:
@@ -312,3 +331,19 @@ class NumberFromData(nn.Module):
 def test_no_cut_where_a_number_from_the_data_would_cross() -> None:
     pipe = pipeline(NumberFromData(), (torch.randn(4, 16),), num_stages=2)
     assert {name.split(".")[1] for name, _ in pipe.stages[1].named_parameters()} == {"5"}
+
+
+def test_the_balance_of_an_automatic_cut_is_printed() -> None:
+    """Bottleneck, mean and the proven bound were found, and thrown away with the chain."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    pipe = pipeline(model, (torch.ones(4, 8),), num_stages=2)
+    assert f"balance: {pipe.balance}" in str(pipe)
+    assert pipe.explain()["balance"] == (pipe.balance,)
+    assert re.fullmatch(
+        r"the busiest rank takes [\d.]+ ms for a microbatch, 1\.\d+ times the mean of [\d.]+ ms; no cut takes less "
+        r"than [\d.]+ ms \(proven best\), by analytic times",
+        pipe.balance,
+    )
+    assert pipeline(model, (torch.ones(4, 8),), num_stages=2, cost="measured").balance.endswith("by measured times")
+    by_hand = pipeline(model, (torch.ones(4, 8),), split_spec={"1": SplitPoint.BEGINNING})
+    assert "balance" not in str(by_hand)

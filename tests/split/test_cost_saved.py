@@ -111,6 +111,59 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]
 }  # fmt: skip
 
 
+class After(nn.Module):
+    """An operation on what a layer makes."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(self.layer(x))
+
+
+def attention(dropout: float) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads * 2, heads * 3, dropout_p=dropout)
+
+    return run
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cdist": lambda x: torch.cdist(x, x * 2),
+    "sort": lambda x: x.sort()[0],
+    "topk": lambda x: x.topk(3)[0],
+    "max": lambda x: x.max(1)[0],
+    "cumprod": lambda x: x.cumprod(1),
+    "lerp": lambda x: torch.lerp(x, x.detach() + 1, 0.3),
+    "interpolate": lambda x: nn.functional.interpolate(x, scale_factor=2),
+    "einsum": lambda x: torch.einsum("bti,bsi->bts", x, x * 2),
+    "einsum that copies": lambda x: torch.einsum("bti,hij->bhtj", x, torch.ones(3, 8, 6) * x.mean()),
+    "layer norm": lambda x: nn.functional.layer_norm(x, (8,)),
+    "attention": attention(0.0),
+    "attention with dropout": attention(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_in_no_table_is_tried(name: str) -> None:
+    """Arguments with gradients were taken to be all that other operators keep: sort kept its indices unseen."""
+    model = After(OPERATIONS[name])
+    cost = run_cost(model, (torch.randn(4, 6, 8),))
+    for batch in (4, 7):
+        assert cost.at({"batch": batch}).saved_bytes == bytes_kept(model, (torch.randn(batch, 6, 8),))
+
+
+@pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_what_their_kind_keeps(make: type[nn.Module]) -> None:
+    """All of them counted as an LSTM, which keeps several times as much."""
+    model = make(32, 32, batch_first=True)
+    x = torch.randn(4, 8, 32)
+    assert run_cost(model, (x,)).at({"batch": 4}).saved_bytes == pytest.approx(bytes_kept(model, (x,)), rel=0.15)
+
+
 def run_cost(model: nn.Module, args: tuple[Any, ...]) -> StepCost:
     traced = pipeline(model, args).traced
     return CostFinder(traced).run(traced.steps)

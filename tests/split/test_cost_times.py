@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipeError, pipeline
-from pipecut.split.chain import Chain
+from pipecut.split.chain import Chain, StageTie
 from pipecut.split.chain_maker import chain_of
 from pipecut.split.costs.machine import Machine
 from pipecut.split.costs.step_cost import CostFinder
@@ -102,8 +102,8 @@ def test_a_tied_weight_counts_once_in_a_stage_and_is_summed_between_two() -> Non
     weight = 8 * 8 * 4
     assert [cost.parameter_bytes for cost in found.stage_costs(())] == [3 * weight]
     assert [cost.parameter_bytes for cost in found.stage_costs((2,))] == [2 * weight, 2 * weight]
-    assert found.tied_bytes(()) == 0
-    assert found.tied_bytes((2,)) == weight
+    assert found.ties(()) == ()
+    assert found.ties((2,)) == (StageTie((0, 1), weight),)
 
 
 def test_masks_are_not_sent() -> None:

@@ -8,9 +8,10 @@ from itertools import product
 from random import Random
 
 from .budget import Budget
-from .candidate import Candidate, merit
+from .candidate import Candidate, accepted
 from .greedy import Rules, draft
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from .timing import Clock
 
 # How many microbatches are in flight at a stage: so many times those that fill its way to the last stage and back,
 # and some more. (1, 0) is that of 1F1B, (2, -1) that of ZB-H2.
@@ -19,38 +20,43 @@ UNLIMITED = 1 << 30
 LEAST = 6  # rules that are tried whatever the budget
 
 
-def drafted(
-    problem: Problem, objective: str, bound: float, budget: Budget, part: float
-) -> list[tuple[Rules, Candidate]]:
+def drafted(clock: Clock, objective: str, bound: float, budget: Budget, part: float) -> list[tuple[Rules, Candidate]]:
     """The candidates of the grid, the best first: as many as the budget allows, or until the bound is reached."""
+    problem = clock.problem
     count = max(LEAST, budget.drafts(problem.passes, part))
     found: list[tuple[Rules, Candidate]] = []
     for rules, _ in zip(_grid(problem), range(count), strict=False):
         if budget.is_over():
             break
-        made = draft(problem, rules)
-        if not made.is_complete(problem):
+        made = accepted("rules", clock, draft(problem, rules))
+        if made is None:
             continue
-        found.append((rules, Candidate("rules", problem, made.rows, made.timing)))
-        if found[-1][1].merit(objective)[0] <= bound * (1 + 1e-9):
+        found.append((rules, made))
+        if made.merit(objective)[0] <= bound * (1 + 1e-9):
             break
     return sorted(found, key=lambda each: each[1].merit(objective))
 
 
 def tuned(
-    start: tuple[Rules, Candidate], objective: str, bound: float, budget: Budget, part: float, random: Random
+    clock: Clock,
+    start: tuple[Rules, Candidate],
+    objective: str,
+    bound: float,
+    budget: Budget,
+    part: float,
+    random: Random,
 ) -> Candidate:
     """The best that small changes of the rules lead to, one after the other."""
     rules, best = start
-    problem = best.problem
+    problem = clock.problem
     goal = bound * (1 + 1e-9)
     for _ in range(budget.drafts(problem.passes, part)):
         if budget.is_over() or best.merit(objective)[0] <= goal:
             break
         changed = _changed(rules, random)
-        made = draft(problem, changed)
-        if made.is_complete(problem) and merit(made.timing, objective) <= best.merit(objective):
-            rules, best = changed, Candidate("tuned rules", problem, made.rows, made.timing)
+        made = accepted("tuned rules", clock, draft(problem, changed))
+        if made is not None and made.merit(objective) <= best.merit(objective):
+            rules, best = changed, made
     return best
 
 

@@ -6,31 +6,22 @@ from collections.abc import Iterator
 
 from ...errors import PlanError
 from ..registry import FAMILIES, plan_for
-from .candidate import Candidate
-from .greedy import TOLERANCE
-from .problem import FORWARD, INPUT, WEIGHT, Problem, Row
+from .candidate import Candidate, accepted
+from .limits import Excess
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 from .timing import Clock
 
+ONE_AT_A_TIME = "one microbatch at a time"
 
-def fixed_candidates(problem: Problem) -> Iterator[tuple[str, Candidate | str]]:
-    """The name of every fixed schedule with this placement, and its rows or why it is out."""
-    clock = Clock(problem)
+
+def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | str]]:
+    """The name of every fixed schedule with this placement, and its candidate or why it is out."""
+    problem = clock.problem
     for name, rows in _rows(problem):
         if isinstance(rows, str):
             yield name, rows
-            continue
-        over = [
-            (rank, peak)
-            for rank, peak in enumerate(clock.peaks(rows))
-            if peak > problem.limits[rank] + TOLERANCE * abs(problem.limits[rank])
-        ]
-        timing = clock.times(rows)
-        assert timing is not None, name
-        if over:
-            rank, peak = max(over, key=lambda each: each[1] - problem.limits[each[0]])
-            yield name, f"rank {rank} would hold {peak:.6g}, its limit is {problem.limits[rank]:.6g}"
         else:
-            yield name, Candidate(name, problem, rows, timing)
+            yield name, accepted(name, clock, rows) or Excess(name, problem.limits, tuple(clock.peaks(rows)))
 
 
 def _rows(problem: Problem) -> Iterator[tuple[str, list[Row] | str]]:
@@ -47,12 +38,21 @@ def _rows(problem: Problem) -> Iterator[tuple[str, list[Row] | str]]:
                 continue
             if plan.placement == placement and plan.training:
                 yield name, [problem.row_of(actions) for actions in plan.actions]
-    yield "one at a time", [_one_at_a_time(problem, stages) for stages in placement.stages_of]
+    yield ONE_AT_A_TIME, [_one_at_a_time(problem, stages) for stages in placement.stages_of]
 
 
 def _one_at_a_time(problem: Problem, stages: tuple[int, ...]) -> Row:
-    """A microbatch after the other: what fits if anything does."""
-    count, all_stages = problem.microbatches, problem.stages
+    """A microbatch after the other, with the least memory: what fits if anything does.
+
+    A weight gradient that frees memory is made in one with the input gradient, so that what that takes is never held;
+    one that takes memory comes when all else is done. No order needs less where no forward frees memory and no full
+    backward takes any: a rank holds all forwards of a microbatch before its first backward, besides what the
+    microbatches before have left.
+    """
+    late = [stage for stage in stages if problem.growth[WEIGHT][stage] > 0]
     kinds = [(FORWARD, stage) for stage in stages]
-    kinds += [(kind, stage) for stage in reversed(stages) for kind in (INPUT, WEIGHT)]
-    return [(kind * all_stages + stage) * count + microbatch for microbatch in range(count) for kind, stage in kinds]
+    kinds += [(INPUT if stage in late else FULL, stage) for stage in reversed(stages)]
+    microbatches = range(problem.microbatches)
+    order = [(kind, stage, microbatch) for microbatch in microbatches for kind, stage in kinds]
+    order += [(WEIGHT, stage, microbatch) for microbatch in microbatches for stage in late]
+    return [(kind * problem.stages + stage) * len(microbatches) + microbatch for kind, stage, microbatch in order]

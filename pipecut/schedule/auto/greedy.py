@@ -1,7 +1,8 @@
 """A plan made in the order of time: a rank that is free takes the best of what it can do, by a few rules.
 
 A rank never holds more than its limit, and the memory that its oldest microbatch still needs is kept free for it. So
-that microbatch can always go on, on every rank, and the ranks cannot block each other.
+that microbatch can go on, on every rank, and the ranks do not block each other; except by weight gradients that take
+memory, and by memory that is never freed. What is blocked leaves the rows without some of their passes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
-from .timing import Timing
 
 NEVER = float("inf")
 NOTHING = -1
-TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
 
 
 @dataclass(frozen=True)
@@ -30,31 +29,16 @@ class Rules:
     joined: bool = False  # every backward in one
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Numbered rows and their times."""
+def reserves(problem: Problem) -> list[list[float]]:
+    """By rank, and by how many forwards of a microbatch are done there: what the rest of it needs at least.
 
-    rows: tuple[Row, ...]
-    timing: Timing
-
-    def is_complete(self, problem: Problem) -> bool:
-        """Whether every pass was placed. Memory that is never freed can keep some from it."""
-        block = problem.stages * problem.microbatches
-        counted = sum(2 if number >= FULL * block else 1 for row in self.rows for number in row)
-        return counted == problem.passes
-
-
-def reserves(problem: Problem, *, joined: bool = False) -> list[list[float]]:
-    """By rank, and by how many forwards of a microbatch are done there: what the rest of it needs at most.
-
-    The first number of a rank is the least limit that it can work with.
+    That is with full backwards, which every backward can be if there is no room between its halves.
     """
     growth = problem.growth
-    backward = (FULL,) if joined else (INPUT, WEIGHT)
     table = []
     for stages in problem.placement.stages_of:
         changes = [growth[FORWARD][stage] for stage in stages]
-        changes += [growth[kind][stage] for stage in reversed(stages) for kind in backward]
+        changes += [growth[FULL][stage] for stage in reversed(stages)]
         needs = []
         for done in range(len(stages) + 1):
             held = most = 0.0
@@ -66,8 +50,8 @@ def reserves(problem: Problem, *, joined: bool = False) -> list[list[float]]:
     return table
 
 
-def draft(problem: Problem, rules: Rules) -> Draft:
-    """The rows that the rules lead to. Every rank's limit is at least what one microbatch needs there."""
+def draft(problem: Problem, rules: Rules) -> tuple[Row, ...]:
+    """The rows that the rules lead to; passes are missing where the limits block them."""
     return _Drafting(problem, rules).run()
 
 
@@ -79,7 +63,7 @@ class _Drafting:
         self.rank_of, self.stages_of = problem.placement.rank_of, problem.placement.stages_of
         self.count, self.last = problem.microbatches, problem.stages - 1
         self.backward = FULL if rules.joined else INPUT
-        self.reserve = reserves(problem, joined=rules.joined)
+        self.reserve = reserves(problem)
         # Arrivals in the order of microbatches, which every stage keeps.
         self.forwards: list[list[float]] = [[] for _ in range(problem.stages)]
         self.inputs: list[list[float]] = [[] for _ in range(problem.stages)]
@@ -92,15 +76,14 @@ class _Drafting:
         self.held = [0.0] * problem.ranks
         self.freeable = [0.0] * problem.ranks  # by weight gradients that wait
         self.free = [0.0] * problem.ranks
-        self.starts = [-1.0] * problem.ranks
         self.rows: tuple[Row, ...] = tuple([] for _ in range(problem.ranks))
-        self.limits = [limit + TOLERANCE * abs(limit) for limit in problem.limits]
+        self.limits = problem.ceilings
         self.events: list[tuple[float, int]] = []
         stages_of = self.stages_of
         self.forward_order = [held[::-1] if rules.deep_forwards else held for held in stages_of]
         self.input_order = [held[::-1] if rules.deep_inputs else held for held in stages_of]
 
-    def run(self) -> Draft:
+    def run(self) -> tuple[Row, ...]:
         """Let every rank decide whenever it is free or something arrives."""
         events, free = self.events, self.free
         heappush(events, (0.0, 0))
@@ -111,7 +94,7 @@ class _Drafting:
             while events and events[0] == (now, rank):
                 heappop(events)
             self._decide(rank, now)
-        return Draft(self.rows, Timing(tuple(self.starts), tuple(free)))
+        return self.rows
 
     def _decide(self, rank: int, now: float) -> None:
         kind, stage = self._choice(rank, now)
@@ -131,13 +114,15 @@ class _Drafting:
         rules, held = self.rules, self.held[rank]
         fits = forward >= 0 and self._fits(rank, forward, held)
         wanted = forward >= 0 and self.in_flight[forward] < rules.depth[forward]
-        waiting = len(self.waiting[rank]) - self.weights_done[rank]
+        waiting = self._ready_weights(rank)
         if fits and wanted:
             return FORWARD, forward
         if waiting > rules.delay[rank]:
             return WEIGHT, -1
-        if gradient >= 0 and self._holds(rank, gradient):
+        if gradient >= 0 and self._holds(rank, self.backward, gradient):
             return self.backward, gradient
+        if gradient >= 0 and not waiting and self._holds(rank, FULL, gradient):
+            return FULL, gradient
         if waiting and (gradient >= 0 or (wanted and self._fits(rank, forward, held + self.freeable[rank]))):
             return WEIGHT, -1  # what could run needs its memory
         if fits and rules.beyond:
@@ -168,7 +153,7 @@ class _Drafting:
             if done < len(arrivals):
                 if arrivals[done] > now:
                     soon = min(soon, arrivals[done])
-                elif found < 0 or not self._holds(rank, found):
+                elif found < 0 or not self._holds(rank, self.backward, found):
                     found = stage
         return found, soon
 
@@ -188,15 +173,21 @@ class _Drafting:
             return held + self.reserve[rank][done] <= self.limits[rank]
         return held + self.problem.growth[FORWARD][stage] + self.reserve[rank][done] <= self.limits[rank]
 
-    def _holds(self, rank: int, stage: int) -> bool:
-        growth = self.problem.growth[self.backward][stage]
+    def _ready_weights(self, rank: int) -> int:
+        """How many weight gradients wait and could run now."""
+        waiting, done = self.waiting[rank], self.weights_done[rank]
+        if done == len(waiting) or not self._holds(rank, WEIGHT, waiting[done][0]):
+            return 0
+        return len(waiting) - done
+
+    def _holds(self, rank: int, kind: int, stage: int) -> bool:
+        """Whether a pass can run within the limit: what frees memory always can."""
+        growth = self.problem.growth[kind][stage]
         return growth <= 0 or self.held[rank] + growth <= self.limits[rank]
 
     def _run(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> None:
         problem, events = self.problem, self.events
         end = now + problem.time[kind][stage]
-        if self.starts[rank] < 0:
-            self.starts[rank] = now
         self.rows[rank].append((kind * problem.stages + stage) * self.count + microbatch)
         self.held[rank] += problem.growth[kind][stage]
         self.free[rank] = end

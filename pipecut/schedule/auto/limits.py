@@ -4,75 +4,85 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 
 from ...errors import PlanError
 from ..amount import amount
-from .greedy import TOLERANCE, reserves
-from .problem import FORWARD, INPUT, WEIGHT, Problem
 
 MemoryLimit = float | Sequence[float] | None
+TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
 
 
 def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
-    """One limit for each rank; without any, there is none.
+    """One limit for each rank; without any, there is none, and inf is none for one rank.
 
-    >>> limits_of(3, ranks=2), limits_of([3, 4], ranks=2), limits_of(None, ranks=2)
-    ((3.0, 3.0), (3.0, 4.0), (inf, inf))
+    >>> limits_of(3, ranks=2), limits_of([3, math.inf], ranks=2), limits_of(None, ranks=2)
+    ((3.0, 3.0), (3.0, inf), (inf, inf))
     """
     if memory_limit is None:
         return (math.inf,) * ranks
     if not isinstance(memory_limit, Sequence) or isinstance(memory_limit, str | bytes):
-        return (amount("memory_limit", memory_limit),) * ranks
+        return (amount("memory_limit", memory_limit, endless=True),) * ranks
     if len(memory_limit) != ranks:
         raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {ranks} ranks: give one for each, or one.")
-    return tuple(amount(f"memory_limit[{rank}]", each) for rank, each in enumerate(memory_limit))
+    return tuple(amount(f"memory_limit[{rank}]", each, endless=True) for rank, each in enumerate(memory_limit))
 
 
-def least_limits(problem: Problem) -> list[float]:
-    """By rank: what one microbatch at a time needs there, all of whose forwards come before its first backward.
-
-    Costs that do not free all that they take leave something behind with every microbatch.
-    """
-    kept = [
-        sum(problem.growth[kind][stage] for stage in stages for kind in (FORWARD, INPUT, WEIGHT))
-        for stages in problem.placement.stages_of
-    ]
-    before = problem.microbatches - 1
-    return [needs[0] + max(0.0, each) * before for needs, each in zip(reserves(problem), kept, strict=True)]
+def ceiling(limit: float) -> float:
+    """What counts as within a limit."""
+    return limit + TOLERANCE * limit
 
 
-def shortage(problem: Problem) -> tuple[int, float] | None:
-    """The rank whose limit is furthest below what it needs, and that need; None if all limits will do."""
-    needs = least_limits(problem)
-    short = [
-        (need - limit, rank)
-        for rank, (need, limit) in enumerate(zip(needs, problem.limits, strict=True))
-        if need > limit + TOLERANCE * abs(limit)
-    ]
-    if not short:
-        return None
-    _, rank = max(short)
-    return rank, needs[rank]
+@dataclass(frozen=True)
+class Excess:
+    """A schedule that does not fit, and what each rank would hold."""
+
+    name: str
+    limits: tuple[float, ...]
+    peaks: tuple[float, ...]
+
+    @property
+    def missing(self) -> float:
+        """By how much the worst rank is over its limit."""
+        return self._over[self.worst]
+
+    @property
+    def worst(self) -> int:
+        """The rank that is furthest over its limit."""
+        return self._over.index(max(self._over))
+
+    @property
+    def _over(self) -> list[float]:
+        return [peak - limit for peak, limit in zip(self.peaks, self.limits, strict=True)]
+
+    def __str__(self) -> str:
+        return f"rank {self.worst} would hold {self.peaks[self.worst]:.6g}, its limit is {self.limits[self.worst]:.6g}"
 
 
-def nothing_fits(problems: Sequence[Problem]) -> PlanError:
-    """The error if not even one microbatch at a time fits, with the least that would."""
-    problem = min(problems, key=lambda each: _most_missing(each))
-    worst = shortage(problem)
-    assert worst is not None
-    rank, need = worst
-    each = least_limits(problem)
-    same = min(problem.limits) == max(problem.limits)
-    least = (
-        f"the least memory_limit that would do is {max(each):.6g}"
+def nothing_fits(every: Sequence[Excess]) -> PlanError:
+    """The error if none of the known schedules fits, nor one microbatch at a time, with the least that would do."""
+    least = min(every, key=lambda each: (each.missing, sum(each.peaks)))
+    same = min(least.limits) == max(least.limits)
+    rank = least.worst
+    remedy = (
+        f"the least memory_limit that would do is {_rounded_up(max(least.peaks)):.6g}"
         if same
-        else f"the least limits that would do are {[float(f'{one:.6g}') for one in each]}"
+        else f"the least limits that would do are {[_rounded_up(peak) for peak in least.peaks]}"
     )
     return PlanError(
-        f"No plan fits the memory limit: rank {rank} may hold {problem.limits[rank]:.6g}, and one microbatch at a "
-        f"time needs {need:.6g} there; {least}. Raise it, or make the microbatches smaller."
+        f"No plan fits the memory limit: rank {rank} may hold {least.limits[rank]:.6g}, and {least.name} needs "
+        f"{least.peaks[rank]:.6g} there; {remedy}. Raise it, or make the microbatches smaller."
     )
 
 
-def _most_missing(problem: Problem) -> float:
-    return max(need - limit for need, limit in zip(least_limits(problem), problem.limits, strict=True))
+def _rounded_up(value: float) -> float:
+    """Six digits that are not less: a limit that is named must do.
+
+    >>> _rounded_up(8589934592.0), _rounded_up(0.1 + 0.2)
+    (8589940000.0, 0.3)
+    """
+    near = float(f"{value:.6g}")
+    if value <= ceiling(near):
+        return near
+    return float(Context(prec=6, rounding=ROUND_CEILING).plus(Decimal(value)))

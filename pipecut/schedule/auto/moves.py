@@ -5,9 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from .budget import Budget
-from .candidate import Candidate, merit
+from .candidate import Candidate, accepted, merit
 from .critical import Place, critical_places
-from .greedy import TOLERANCE
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Clock, Timing
 
@@ -15,15 +14,16 @@ LATE = 30  # a change is kept if it is no worse than what there was so many chan
 AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
 
 
-def moved(start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random) -> Candidate:
+def moved(
+    clock: Clock, start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random
+) -> Candidate:
     """The best of the plans that single moves lead to. The search may go through worse ones."""
-    return _Moving(start, objective, random).run(bound, budget, part)
+    return _Moving(clock, start, objective, random).run(bound, budget, part)
 
 
 class _Moving:
-    def __init__(self, start: Candidate, objective: str, random: Random) -> None:
-        self.problem, self.objective, self.random = start.problem, objective, random
-        self.clock = Clock(self.problem)
+    def __init__(self, clock: Clock, start: Candidate, objective: str, random: Random) -> None:
+        self.clock, self.problem, self.objective, self.random = clock, clock.problem, objective, random
         self.rows: list[Row] = [list(row) for row in start.rows]
         self.best = start
         self.starts = [0.0] * len(self.clock.lasts)
@@ -55,14 +55,12 @@ class _Moving:
             self.critical = None
             history[number % LATE] = now
             if merit(timing, self.objective) < self.best.merit(self.objective):
-                self.best = Candidate("moved passes", self.problem, [list(each) for each in self.rows], timing)
+                made = accepted("moved passes", self.clock, [list(each) for each in self.rows])
+                self.best = made or self.best
         return self.best
 
     def _timed(self, rank: int) -> Timing | None:
-        limit = self.problem.limits[rank]
-        if self.clock.peak(self.rows[rank]) > limit + TOLERANCE * abs(limit):
-            return None
-        return self.clock.times(self.rows)
+        return self.clock.times(self.rows) if self.clock.fits(rank, self.rows[rank]) else None
 
     def _cost(self, timing: Timing) -> float:
         """The time that counts and, with little weight, that of all ranks: many of them may be the longest."""

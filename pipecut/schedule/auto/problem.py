@@ -15,6 +15,7 @@ from ..costs import Costs
 from ..placement import Placement
 from ..plan import Plan
 from ..rules import Dataflow
+from .limits import ceiling
 
 Row = list[int]
 KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD)
@@ -48,6 +49,16 @@ class Problem:
     def passes(self) -> int:
         """How many passes there are if every backward is in two."""
         return 3 * self.stages * self.microbatches
+
+    @cached_property
+    def ceilings(self) -> tuple[float, ...]:
+        """By rank: what counts as within its limit."""
+        return tuple(map(ceiling, self.limits))
+
+    def has_all_passes(self, rows: Iterable[Row]) -> bool:
+        """Whether nothing is missing in rows without repetitions. A full backward stands for both halves."""
+        block = self.stages * self.microbatches
+        return sum(2 if number >= FULL * block else 1 for row in rows for number in row) == self.passes
 
     @cached_property
     def work(self) -> tuple[float, ...]:

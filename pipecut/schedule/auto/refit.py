@@ -1,8 +1,9 @@
 """The forwards and input gradients of a plan in their order, with the weight gradients put where they cost least.
 
-A weight gradient waits until its rank has nothing else to do, too many of them wait, or the next forward needs the
-memory that it frees. With all of them done a rank holds no more than in the plan that it came from, so that its order
-can be gone through within the same limit.
+A weight gradient waits until its rank has nothing else to do, too many of them wait, or the next pass needs the memory
+that it frees. With all of them done there may still be no room between the halves of a backward: then it is done in
+one. So a rank never holds more than its limit. Weight gradients that take memory can make that impossible in the given
+order; the rows then end where a rank cannot go on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .greedy import NEVER, TOLERANCE, Draft
-from .problem import FORWARD, INPUT, WEIGHT, Row
+from .greedy import NEVER
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Clock
 
 
@@ -25,8 +26,8 @@ class Putting:
     delay: tuple[int, ...]  # how many may wait
 
 
-def refitted(clock: Clock, rows: Sequence[Row], putting: Putting) -> Draft:
-    """The rows with their weight gradients put anew; full backwards stay as they are."""
+def refitted(clock: Clock, rows: Sequence[Row], putting: Putting) -> tuple[Row, ...]:
+    """Rows of forwards and input gradients, with the weight gradients put in. Passes are missing if a rank is stuck."""
     return _Refitting(clock, rows, putting).run()
 
 
@@ -36,18 +37,17 @@ class _Refitting:
     def __init__(self, clock: Clock, rows: Sequence[Row], putting: Putting) -> None:
         self.clock, self.problem, self.putting = clock, clock.problem, putting
         self.block = self.problem.stages * self.problem.microbatches
-        weights = range(WEIGHT * self.block, (WEIGHT + 1) * self.block)
-        self.left = [[number for number in reversed(row) if number not in weights] for row in rows]
+        self.left = [row[::-1] for row in rows]
         self.waiting: list[deque[int]] = [deque() for _ in rows]
         self.rows: tuple[Row, ...] = tuple([] for _ in rows)
         self.done = [-1.0] * (clock.nothing + 2)
         self.done[clock.nothing] = 0.0
         self.held = [0.0] * len(rows)
-        self.limits = [limit + TOLERANCE * abs(limit) for limit in self.problem.limits]
+        self.limits = self.problem.ceilings
         self.free = [0.0] * len(rows)
         self.events: list[tuple[float, int]] = []
 
-    def run(self) -> Draft:
+    def run(self) -> tuple[Row, ...]:
         """Let every rank decide whenever it is free or something arrives."""
         events, free = self.events, self.free
         for rank in range(len(free)):
@@ -56,29 +56,37 @@ class _Refitting:
             now, rank = heappop(events)
             if free[rank] <= now:
                 self._decide(rank, now)
-        # A rank that waited for a pass may have it earlier in this order than it was waited for.
-        timing = self.clock.times(self.rows)
-        assert timing is not None  # the order has just been gone through
-        return Draft(self.rows, timing)
+        return self.rows
 
     def _decide(self, rank: int, now: float) -> None:
         left, waiting = self.left[rank], self.waiting[rank]
+        ready = len(waiting) if waiting and self._fits(rank, waiting[0]) else 0
         arrival = NEVER
         if left:
             arrival = self.done[self.clock.needs[left[-1]]]
             if arrival < 0:
                 arrival = NEVER
-            elif arrival <= now and self._fits(rank, left[-1]) and len(waiting) <= self.putting.delay[rank]:
-                self._run(rank, left.pop(), now)
-                return
-        if waiting:
+            elif arrival <= now and ready <= self.putting.delay[rank]:
+                number = self._fitting(rank, left[-1], alone=not ready)
+                if number is not None:
+                    left.pop()
+                    self._run(rank, number, now)
+                    return
+        if ready:
             spare = self.clock.lasts[waiting[0]] * (1 - self.putting.patience[rank])
-            if arrival <= now or arrival == NEVER or now + spare <= arrival or len(waiting) > self.putting.delay[rank]:
+            if arrival <= now or arrival == NEVER or now + spare <= arrival or ready > self.putting.delay[rank]:
                 self._run(rank, waiting.popleft(), now)
+
+    def _fitting(self, rank: int, number: int, *, alone: bool) -> int | None:
+        """The pass if there is room for it; if no weight gradient can make any, its full backward."""
+        if self._fits(rank, number):
+            return number
+        joined = number + (FULL - INPUT) * self.block
+        return joined if alone and number // self.block == INPUT and self._fits(rank, joined) else None
 
     def _fits(self, rank: int, number: int) -> bool:
         growth = self.clock.growth[number]
-        return growth <= 0 or not self.waiting[rank] or self.held[rank] + growth <= self.limits[rank]
+        return growth <= 0 or self.held[rank] + growth <= self.limits[rank]
 
     def _run(self, rank: int, number: int, now: float) -> None:
         kind, rest = divmod(number, self.block)

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .budget import Budget
-from .candidate import Candidate
-from .problem import FULL, INPUT, Problem, Row
+from .candidate import Candidate, accepted, merit
+from .problem import FULL, INPUT, WEIGHT, Problem, Row
 from .refit import Putting, refitted
 from .timing import Clock
 
 UNLIMITED = 1 << 30
 
 
-def refits(clock: Clock, candidates: Iterable[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
-    """The best way that was found to put the weight gradients of each candidate."""
+def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
+    """The best way that was found to put the weight gradients of each candidate, the best of which comes first.
+
+    Left out are those that cannot become the best, wherever their weight gradients are, and orders that come again.
+    """
+    best = candidates[0].merit(objective) if candidates else (0.0, 0.0)
+    done: list[list[Row]] = []
     for candidate in candidates:
-        rows = split_backwards(clock.problem, candidate.rows)
-        made = [refitted(clock, rows, putting) for putting in _puttings(clock.problem.ranks)]
-        named = [Candidate(f"{candidate.name}, refitted", clock.problem, draft.rows, draft.timing) for draft in made]
-        yield min(named, key=lambda each: each.merit(objective))
         if budget.is_over():
             return
+        rows = without_weights(clock.problem, candidate.rows)
+        least = clock.times(rows)
+        assert least is not None  # with weight gradients between them they could be gone through
+        if merit(least, objective) >= best or rows in done:
+            continue
+        done.append(rows)
+        name = f"{candidate.name}, refitted"
+        puttings = _puttings(clock.problem.ranks)
+        made = (accepted(name, clock, refitted(clock, rows, putting)) for putting in puttings)
+        fitting = [each for each in made if each is not None]
+        if fitting:
+            refit = min(fitting, key=lambda each: each.merit(objective))
+            best = min(best, refit.merit(objective))
+            yield refit
 
 
-def split_backwards(problem: Problem, rows: Sequence[Row]) -> list[Row]:
-    """Input gradients in the place of full backwards."""
+def without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
+    """Forwards and input gradients, which stand in the place of full backwards."""
     block = problem.stages * problem.microbatches
-    return [[number - (FULL - INPUT) * block if number >= FULL * block else number for number in row] for row in rows]
+    shift = (FULL - INPUT) * block
+    return [
+        [number - shift if number >= FULL * block else number for number in row if number // block != WEIGHT]
+        for row in rows
+    ]
 
 
 def _puttings(ranks: int) -> Iterator[Putting]:

@@ -19,9 +19,9 @@ from .drafts import drafted, tuned
 from .fixed import fixed_candidates
 from .found import FoundPlan, Tried
 from .greedy import Rules
-from .limits import MemoryLimit, limits_of, nothing_fits, shortage
+from .limits import Excess, MemoryLimit, limits_of, nothing_fits
 from .moves import moved
-from .problem import Problem, problem_for
+from .problem import problem_for
 from .refits import refits
 from .timing import Clock
 
@@ -81,17 +81,18 @@ def search_schedule(
 ) -> FoundPlan:
     """The best plan found for these costs, with a report, a lower bound, and all that was tried.
 
-    `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each. `placement` is "loop",
-    "v" or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or
-    else 1 and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the
-    batch is cut into the first number of them, and scale with its size; the latency of a Link stays.
+    `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each, inf for none. No rank
+    of the plan holds more, and no fixed schedule of the same placement that fits is better. `placement` is "loop", "v"
+    or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or else 1
+    and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the batch is
+    cut into the first number of them, and scale with its size; the latency of a Link stays.
 
     `objective="span"` makes the longest time from a rank's first pass to its last small: the time of a step, if ranks
     begin the next one without waiting for the others. `"makespan"` counts from the first start to the last end.
 
     `time_budget` is in seconds of computing. How much is tried follows from it as a count, so that the same arguments
     give the same plan; only where the clock ends the search sooner (`ended_by_clock`), the result depends on the
-    machine.
+    machine. The fixed schedules are looked at in any case, and count.
 
     >>> found = search_schedule(ranks=4, microbatches=8, memory_limit=4, placement="v", time_budget=0.5)
     >>> found.time, found.lower_bound, found.gap
@@ -122,18 +123,15 @@ class _Search:
         self.objective, self.budget = objective, budget
         self.candidates: list[tuple[Arrangement, Candidate]] = []
         self.out: list[Tried] = []
-        self.problems: dict[Arrangement, Problem] = {}
+        self.clocks: dict[Arrangement, Clock] = {}  # of the problem of each
         self.errors: list[PlanError] = []
         limits = limits_of(memory_limit, every[0].placement.ranks)
         for arrangement in every:
             self._add(arrangement, limits)
-        if not self.problems:
+        if not self.clocks:
             raise self.errors[0]
-        fitting = {each: problem for each, problem in self.problems.items() if shortage(problem) is None}
-        if not fitting:
-            raise nothing_fits(list(self.problems.values()))
-        self.problems = fitting
-        self.bounds = {each: lower_bound(problem, objective) for each, problem in fitting.items()}
+        self._add_fixed()
+        self.bounds = {each: lower_bound(clock.problem, objective) for each, clock in self.clocks.items()}
 
     def _add(self, arrangement: Arrangement, limits: tuple[float, ...]) -> None:
         try:
@@ -142,23 +140,17 @@ class _Search:
             self.errors.append(error)
             self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, str(error)))
             return
-        self.problems[arrangement] = problem
-        short = shortage(problem)
-        if short is not None:
-            why = f"one microbatch at a time needs {short[1]:.6g} on rank {short[0]}"
-            self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, why))
+        self.clocks[arrangement] = Clock(problem)
 
     def run(self, random: Random) -> Candidate:
-        """The portfolio of all arrangements, then improvements of the best."""
+        """Refits of the fixed schedules, drafts by rules, then improvements of the best."""
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
-        for arrangement, problem in self.problems.items():
-            self._add_fixed(arrangement, problem)
-        for arrangement in self.problems:
+        for arrangement in self.clocks:
             self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
-        for arrangement, problem in self.problems.items():
+        for arrangement, clock in self.clocks.items():
             if not self._is_proven(arrangement):
-                bound, part = self.bounds[arrangement], GRID / len(self.problems)
-                rules[arrangement] = drafted(problem, self.objective, bound, self.budget, part)
+                bound, part = self.bounds[arrangement], GRID / len(self.clocks)
+                rules[arrangement] = drafted(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
                 self._refit(arrangement, best)
@@ -167,17 +159,25 @@ class _Search:
             self._improve(arrangement, rules.get(arrangement, []), 1 / len(finalists), random)
         return self._best()
 
-    def _add_fixed(self, arrangement: Arrangement, problem: Problem) -> None:
-        for name, candidate in fixed_candidates(problem):
-            if isinstance(candidate, Candidate):
-                self.candidates.append((arrangement, candidate))
-            else:
-                self.out.append(Tried(name, str(arrangement), arrangement.microbatches, None, candidate))
+    def _add_fixed(self) -> None:
+        """The fixed schedules of all arrangements; those of which none fits are left out."""
+        excesses = []
+        for arrangement, clock in self.clocks.items():
+            for name, found in fixed_candidates(clock):
+                if isinstance(found, Candidate):
+                    self.candidates.append((arrangement, found))
+                    continue
+                self.out.append(Tried(name, str(arrangement), arrangement.microbatches, None, str(found)))
+                if isinstance(found, Excess):
+                    excesses.append(found)
+        if not self.candidates:
+            raise nothing_fits(excesses)
+        fitting = {arrangement for arrangement, _ in self.candidates}
+        self.clocks = {each: clock for each, clock in self.clocks.items() if each in fitting}
 
     def _refit(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
         if not self._is_proven(arrangement):
-            clock = Clock(self.problems[arrangement])
-            made = refits(clock, self._sorted(candidates), self.objective, self.budget)
+            made = refits(self.clocks[arrangement], self._sorted(candidates), self.objective, self.budget)
             self.candidates += [(arrangement, candidate) for candidate in made]
 
     def _is_proven(self, arrangement: Arrangement) -> bool:
@@ -193,12 +193,13 @@ class _Search:
         self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
+        clock = self.clocks[arrangement]
         for start in rules[:FINALISTS]:
-            made = tuned(start, objective, bound, budget, TUNING * part / FINALISTS, random)
+            made = tuned(clock, start, objective, bound, budget, TUNING * part / FINALISTS, random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:FINALISTS]:
-            made = moved(first, objective, bound, budget, MOVING * part / FINALISTS, random)
+            made = moved(clock, first, objective, bound, budget, MOVING * part / FINALISTS, random)
             self.candidates.append((arrangement, made))
 
     def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:

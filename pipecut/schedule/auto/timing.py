@@ -97,6 +97,10 @@ class Clock:
         """The most that each rank holds."""
         return [self.peak(row) for row in rows]
 
+    def fits(self, rank: int, row: Sequence[int]) -> bool:
+        """Whether a rank keeps to its limit."""
+        return self.peak(row) <= self.problem.ceilings[rank]
+
     def peak(self, row: Sequence[int]) -> float:
         """The most that a rank holds: a pass adds at its start and frees at its end."""
         growth = self.growth

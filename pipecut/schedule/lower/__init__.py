@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import PlanError, did_you_mean
+from ..action import Op
 from ..collector import collector_paused
 from ..plan import Plan
 from .backwards import merge_backwards
 from .bubbles import add_bubbles, drop_bubbles
 from .receives import receive_early, receive_late
 from .sharding import add_reduce_grad, add_unshard_reshard
-from .ties import add_reduce_ties
+from .ties import add_reduce_ties, drop_reduce_ties
 from .transfers import add_transfers
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "add_transfers",
     "add_unshard_reshard",
     "drop_bubbles",
+    "drop_reduce_ties",
     "lower",
     "merge_backwards",
     "receive_early",
@@ -41,7 +43,7 @@ def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent")
     `max_held` is how many stages a rank may hold unsharded at a time (UNSHARD, RESHARD and REDUCE_GRAD are added); an
     overlap holds all of its own while it runs.
     `receives` says where a receive stands: "as_sent", at the turn of its send; "early", right after the message before
-    it; "late", right before its first use. A plan that has its transfers keeps them.
+    it; "late", right before its first use. A plan that has its transfers, its sharding or its reductions keeps them.
     """
     if receives not in RECEIVES:
         near = did_you_mean(str(receives), RECEIVES)
@@ -50,5 +52,6 @@ def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent")
         plan = add_transfers(plan)
     # After the transfers: a rank may shard its stages while others do not, and still meet them in the same order.
     if max_held is not None:
-        plan = add_reduce_grad(add_unshard_reshard(plan, max_held))
+        plan = plan if {Op.UNSHARD, Op.RESHARD} & plan.ops else add_unshard_reshard(plan, max_held)
+        plan = plan if Op.REDUCE_GRAD in plan.ops else add_reduce_grad(plan)
     return RECEIVES[receives](add_reduce_ties(plan))

@@ -25,3 +25,12 @@ def add_reduce_ties(plan: Plan) -> Plan:
             for rank, stage in first_holder.items():
                 rows[rank].append(Action(stage, Op.REDUCE_TIES, number))
     return plan.with_actions(rows)
+
+
+def drop_reduce_ties(plan: Plan) -> Plan:
+    """The plan without the sums of ties: they come after whatever other passes put at the end of a rank."""
+    return plan.with_actions([[each for each in row if not _is_sum(each)] for row in plan.actions])
+
+
+def _is_sum(action: Action | None) -> bool:
+    return action is not None and action.op is Op.REDUCE_TIES

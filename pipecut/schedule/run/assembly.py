@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,7 @@ class Assembly:
     scale_grads: bool
     custom: Mapping[Op, CustomFunction]
     random_numbers: str
+    backward_counter: Counter[int]
     schedule: Callable[[], Any]  # a weak reference
 
     def runner(self, plan: Plan) -> Runner:
@@ -79,6 +81,7 @@ class Assembly:
             scale_gradients=self.scale_grads,
             ties=ties,
             random_numbers=random_numbers,
+            backward_counter=self.backward_counter,
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ...errors import InputError
 from ...pipe_ir.pipe import PipeInfo
 from ...stage.randomness import StepSeeds
@@ -38,6 +40,7 @@ class Given:
     loss_kwargs: Mapping[str, Any] | None
     return_outputs: bool
     merge_spec: Any = None
+    losses: list[Tensor] | None = None  # to be filled
 
 
 class BatchMaker:
@@ -77,7 +80,7 @@ class BatchMaker:
         for rank in self.connection.ranks:
             loss_kwargs = given.loss_kwargs or {}
             batch = Batch(given.training, shared.samples, shared.sizes, loss_kwargs=loss_kwargs)
-            batch.merge_spec = given.merge_spec
+            batch.merge_spec, batch.losses_to_fill = given.merge_spec, given.losses
             batch.keep_results, batch.weights, batch.seed = given.return_outputs, shared.weights, shared.seed
             if calls is not None and rank == self.first:
                 batch.args, batch.kwargs, batch.roots = calls.args, calls.kwargs, calls.roots

@@ -16,6 +16,7 @@ from ...pipe_ir.traced import TracedCall
 from ...stage.microbatch import Microbatches, split_by_dims, split_by_specs
 from ...stage.microbatch.batch_dims import batch_dims
 from .fitting import bind_microbatches
+from .transport import Meta
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,6 @@ def _samples(made: Microbatches, chunks: int) -> list[int]:
 
 def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     leaves, _ = flatten((args, dict(kwargs)))
-    shapes = [
-        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
-    ]
+    shapes = [str(Meta.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     # Under autocast the stages give other dtypes.
     return zlib.crc32(repr((shapes, ambient_autocast())).encode())

@@ -17,7 +17,7 @@ from .failure import BEGIN, Alarm, describe
 from .header import share
 from .in_process import InProcessTransport, PostOffice
 from .meeting import Meeting
-from .membership import check_stages
+from .membership import check_stages, is_initialized
 from .transport import Transport
 
 
@@ -33,7 +33,8 @@ class Connection:
         self.alarm: Alarm | None = None
         self._number = 0  # the ranks count their schedules alike
         group, device = stages[0].group, stages[0].device
-        copies = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
+        groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
+        copies = [group for group in groups if group.size() > 1]  # nobody is there to agree with otherwise
         pipeline = None
         if self.in_process:
             self.transports += [InProcessTransport(self.office, rank, plan.ranks) for rank in range(plan.ranks)]
@@ -71,9 +72,7 @@ class Connection:
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
-    if not dist.is_available() or not dist.is_initialized() or plan.ranks == 1:
-        return False
-    return dist.get_world_size(stages[0].group) > 1 or len(stages) < plan.stages
+    return is_initialized() and plan.ranks > 1 and dist.get_world_size(stages[0].group) > 1
 
 
 def _in_group(transport: DistributedTransport, plan: Plan) -> DistributedTransport:

@@ -41,9 +41,9 @@ class ActionContext:
         return self.executor.batch.targets
 
     @property
-    def losses(self) -> Mapping[int, Tensor]:
-        """The losses so far."""
-        return self.executor.batch.losses
+    def losses(self) -> list[Tensor] | None:
+        """The list that was passed to the step, which is filled at its end; None if there is none."""
+        return self.executor.batch.losses_to_fill
 
     def run(self, action: Action) -> None:
         """Do an action in the usual way."""

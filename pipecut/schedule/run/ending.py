@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...pipe_ir.structure import flatten, map_leaves
+from ...stage.on_mesh import gathered
 from ...stage.stage import Flight, PipelineStage
 from .batch import Batch
 from .objective import Objective
@@ -52,7 +53,7 @@ class Ending:
             leaves, _ = flatten(flight.result)
             batch.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
         # A copy: a reduced loss may lie in a storage as large as the output.
-        batch.losses[microbatch] = loss.detach().clone()
+        batch.losses[microbatch] = gathered(loss.detach()).clone()
         # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
         has_weight = batch.loss_weights[microbatch] > 0 or not self.scale_gradients
         flight.loss = loss if has_weight else batch.losses[microbatch]

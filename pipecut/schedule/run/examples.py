@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import InputError, PipeError
+from ...errors import InputError
 from ...pipe_ir.structure import flatten
+from ...stage.examples import StageMetadataError
 from ...stage.microbatch.call_leaves import open_value
+from ...stage.on_mesh import placing_of
 from ...stage.stage import PipelineStage
 from .keywords import parameters_of
 from .transport import Meta
@@ -25,7 +27,7 @@ def check_arrived(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
     got = [Meta.of(value) for value in arrived]
     if [_without(meta, 0) for meta in expected] != [_without(meta, 0) for meta in got]:
         source = stage.stage_index - 1
-        raise PipeError(
+        raise StageMetadataError(
             f"stage {stage.stage_index} was made for input_args {_listed(expected)}, and gets {_listed(got)} from "
             f"stage {source}: check what stage {source} returns"
         )
@@ -74,10 +76,11 @@ def _tensors(value: Any, dims: Dims) -> list[tuple[Meta, int | None]]:
 
 
 def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
-    """What has to be the same: the dtype and all sizes but the number of samples."""
+    """What has to be the same: the dtype and all sizes but the number of samples; how a DTensor lies on its mesh."""
+    shape, placing = meta.whole_shape, placing_of(meta.on_mesh)
     if dim is None:
-        return meta.shape, meta.dtype
-    return (*meta.shape[:dim], *meta.shape[dim + 1 :]), len(meta.shape), meta.dtype
+        return shape, meta.dtype, placing
+    return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing
 
 
 def _listed(metas: Sequence[Meta]) -> str:

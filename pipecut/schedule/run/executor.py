@@ -42,6 +42,7 @@ class Executor:
         scale_gradients: bool,
         ties: TiedGradients,
         random_numbers: RandomNumbers,
+        backward_counter: Counter[int],
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -54,7 +55,7 @@ class Executor:
         self.gradients = Gradients(self.mail, {stage: plan.dataflow.users[stage] for stage in stages})
         self.ending = Ending(objective, scale_gradients=scale_gradients)
         self._backwards_left: dict[int, int] = {}
-        self.backward_counter: Counter[int] = Counter()  # of stages, for custom functions
+        self.backward_counter = backward_counter  # of stages, for custom functions, which count their own
         self.part: Action | None = None  # the part of an overlap that is running
         self.inputs: list[Any] | None = None  # what the forward that is running was called with
         self._reduced_by_plan = {

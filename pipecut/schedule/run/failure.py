@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import PipeError
-from ...stage.peer_surface import StageMetadataError
+from ...stage.examples import StageMetadataError
 from ..action import Action, Op
 
 KEY = "pipecut/failure"

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import PipeError
+from ...stage.on_mesh import OnMesh, in_order, lying_as, text_of
 from ...stage.stage import Flight, PipelineStage
 from .batch import Batch
 from .graph_leaves import InnerLeaves
-from .mail import Mail, sendable
+from .mail import Mail
 
 
 class Gradients:
@@ -89,7 +91,7 @@ class Gradients:
             places = [by_place[at] for at in range(len(by_place))]
         metas = self.mail.metas((source, index), microbatch)
         parcel = [
-            _gradient(inputs[place], grads[place])
+            _gradient(inputs[place], grads[place], index, source)
             for place, meta in zip(places, metas, strict=True)
             if meta.requires_grad
         ]
@@ -119,6 +121,15 @@ def give_to_inputs(every: Sequence[Gradients]) -> None:
         torch.autograd.backward(tensors, grads)
 
 
-def _gradient(value: Tensor, grad: Tensor | None) -> Tensor:
+def _gradient(value: Tensor, grad: Tensor | None, stage: int, source: int) -> Tensor:
     """What is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
-    return torch.zeros_like(value, memory_format=torch.contiguous_format) if grad is None else sendable(grad)
+    if grad is None:
+        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    lies, came = OnMesh.of(value), OnMesh.of(grad)
+    if (lies and lies.mesh) != (came and came.mesh):
+        raise PipeError(
+            f"the gradient that stage {stage} gives back for a value of stage {source} is {text_of(grad)}, and the "
+            f"value is {text_of(value)}: the gradient of a DTensor is one on the same mesh, and that of a plain tensor "
+            "is plain; look for a hook, or a backward, that converts it"
+        )
+    return in_order(grad if lies is None else lying_as(lies.of_gradient, grad))

@@ -8,13 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PipeError
+from ...stage.on_mesh import OnMesh, in_order, local_part, placing_of
 from ...stage.stage import Flight, PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
 from .batch import Batch
-from .parcels import Ends, Kind, Parcels
+from .description import Ends
+from .parcels import Kind, Parcels
 from .random_numbers import RandomNumbers
 from .transport import Arrival, Meta, Ready, Transport
+from .whole_tensors import WholeTensors, joints_of
 
 Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
 
@@ -101,10 +104,10 @@ class Mail:
     def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
         ports = self.stages[source].ports
         if ports is None:
-            return [sendable(output) for output in flight.outputs]
+            return [in_order(output) for output in flight.outputs]
         roots = self.batch.roots[microbatch] if source == 0 else {}
         return [
-            sendable(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
+            in_order(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
             for item in ports.outgoing.get(target, ())
         ]
 
@@ -112,7 +115,8 @@ class Mail:
         """What is sent is what the receiver expects; a gradient that nobody asked for would be lost in silence."""
         for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
             asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
-            if tuple(tensor.shape) == meta.shape and tensor.dtype == meta.dtype and asked_for:
+            alike = tuple(tensor.shape) == meta.whole_shape and tensor.dtype == meta.dtype
+            if alike and asked_for and placing_of(OnMesh.of(tensor)) == placing_of(meta.on_mesh):
                 continue
             name, got = self.parcels.names(ends)[place], Meta.of(tensor)
             source, target = ends
@@ -129,12 +133,12 @@ class Mail:
         self._describe(key, parcel)
         parcel = parcel + self.random_numbers.outgoing(*key)
         if parcel:
-            self.transport.send(self.rank_of[key[1]], parcel)
+            self.transport.send(self.rank_of[key[1]], [local_part(tensor) for tensor in parcel])
 
     def send_gradients(self, action: Action) -> None:
         parcel = self._outgoing.pop((action.stage, action.other_stage, number(action)), None)
         if parcel:
-            self.transport.send(self.rank_of[action.other_stage], parcel)
+            self.transport.send(self.rank_of[action.other_stage], [local_part(grad) for grad in parcel])
 
     def post(self, action: Action) -> None:
         """Post a receive, unless it is posted already."""
@@ -150,9 +154,11 @@ class Mail:
             self.parcels.learn(self._kind(ends, microbatch), self.transport, peer)
         metas = self.metas(ends, microbatch)
         along = self.random_numbers.expected(*ends) if forward else ()
-        wanted = metas + along if forward else [meta for meta in metas if meta.requires_grad]
+        wanted = metas + along if forward else [meta.of_gradient for meta in metas if meta.requires_grad]
+        joints = joints_of(wanted, self.stages[action.stage])
         if wanted or forward:
-            waiting[key] = self.transport.receive(peer, wanted) if wanted else Ready([])
+            arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
+            waiting[key] = WholeTensors(arrival, joints) if joints else arrival
 
     def on_their_way(self, *, forward: bool) -> dict[tuple[int, int], list[Arrival]]:
         """The parcels from other ranks that were posted and not yet used, by stage and microbatch."""
@@ -181,13 +187,6 @@ class Mail:
         """The gradients that a user of a stage's values gives back, if there are any."""
         parcel = self._gradients.pop((user, stage, microbatch), None)
         return None if parcel is None else parcel.wait()
-
-
-def sendable(tensor: Tensor) -> Tensor:
-    """The tensor as it can be sent: in order, and with nothing left to be done when it is read."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
 
 
 def number(action: Action) -> int:

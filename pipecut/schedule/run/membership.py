@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, PipeWarning
 from ...stage.stage import PipelineStage
 from ..action import Op
 from ..plan import Plan
+
+
+def is_stage(value: object) -> bool:
+    """Whether a value is a stage, or says where one would be: that will do to make a schedule and look at its order."""
+    return isinstance(value, PipelineStage) or all(
+        isinstance(getattr(value, name, None), int) for name in ("num_stages", "group_size")
+    )
+
+
+def as_list(stages: Any) -> list[PipelineStage]:
+    """One stage, or several, as a list. A mock of a stage can be iterated over too, and is one."""
+    return list(stages) if isinstance(stages, Iterable) and not is_stage(stages) else [stages]
+
+
+def is_complete(stage: object) -> bool:
+    """Whether a stage was made by PipelineStage, and not only has what an order of actions takes."""
+    return isinstance(stage, PipelineStage) and {"submod", "flights"} <= vars(stage).keys()
+
+
+def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+    """The stages of a schedule, if they are a list of stages of one pipeline."""
+    if not isinstance(stages, Sequence):
+        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
+    if not stages:
+        raise InputError("a schedule needs the stages of this rank; got none")
+    for stage in stages:
+        if not is_stage(stage):
+            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
+    totals = {stage.num_stages for stage in stages}
+    if len(totals) > 1:
+        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
+    return stages
+
+
+def are_nowhere_else(stages: Sequence[PipelineStage]) -> bool:
+    """Whether others are missing that no rank can hold, for there is a process group, and it has one rank only."""
+    first = stages[0]
+    return is_initialized() and first.group_size == 1 and len(stages) < first.num_stages
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed has been set up in this process."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
@@ -33,8 +78,9 @@ def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: boo
     if not in_process and not distributed:
         missing = sorted(set(range(plan.stages)) - set(indices))
         raise InputError(
-            f"stages {missing} are missing: without torch.distributed a schedule takes all stages. On many ranks, "
-            "call torch.distributed.init_process_group() before"
+            f"stages {missing} are missing, and there is no rank that could hold them: without torch.distributed, or "
+            "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
+            "before, with world_size= their number"
         )
 
 

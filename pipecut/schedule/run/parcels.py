@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...errors import PipeError
 from ...pipe_ir.ambient import ambient_autocast
 from ...pipe_ir.pipe import PipeInfo
 from ...pipe_ir.spec import TensorSpec
+from ...stage.on_mesh import placing_of
 from ...stage.ports import Item
+from .description import Ends, receive_description, send_description
 from .transport import Meta, Transport
-
-Ends = tuple[int, int]  # source stage, target stage
-LENGTH = 256  # numbers that describe a parcel whose contents are not known yet
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-DESCRIPTION = (Meta((LENGTH,), torch.int64, False),)
 
 
 class Kind(NamedTuple):
@@ -55,6 +47,11 @@ class TracedParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as in the trace."""
+        if got.on_mesh is not None:
+            return (
+                "stages of a traced model send plain tensors only: end this one with use_local_output=True or "
+                "to_local(), and begin the next one with PrepareModuleInput or DTensor.from_local()"
+            )
         now = ambient_autocast()
         if got.dtype != expected.dtype and now != self.autocast:
             is_, was = (f"on ({state})" if state else "off" for state in (now, self.autocast))
@@ -97,12 +94,17 @@ class LearntParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as it was in the first microbatch of its kind."""
+        if placing_of(got.on_mesh) != placing_of(expected.on_mesh):
+            return (
+                f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
+                "there, and return either DTensors or plain tensors"
+            )
         if got.dtype != expected.dtype:
             return (
                 f"check what the module of stage {source} returns; torch.autocast has to be the same on all ranks, and "
                 "after a change of a module's dtype the schedule has to be made again"
             )
-        if got.shape != expected.shape:
+        if got.whole_shape != expected.whole_shape:
             return f"check what the module of stage {source} returns"
         return (
             "it needs a gradient now, and did not when a microbatch of these shapes was first run; make the schedule "
@@ -112,8 +114,7 @@ class LearntParcels:
     def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
         """Receive the description that goes before a parcel that is not known."""
         if kind not in self._known:
-            (numbers,) = transport.receive(peer, DESCRIPTION).wait()
-            self._known[kind] = _read(numbers.tolist())
+            self._known[kind] = receive_description(transport, peer)
 
     def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
@@ -121,33 +122,7 @@ class LearntParcels:
             return
         metas = self._known[kind] = tuple(Meta.of(tensor) for tensor in parcel)
         if peer != transport.rank:
-            device = parcel[0].device if parcel else None
-            transport.send(peer, [torch.tensor(_written(kind.ends, metas), dtype=torch.int64, device=device)])
-
-
-def _written(ends: Ends, metas: Sequence[Meta]) -> list[int]:
-    numbers = [len(metas)]
-    for place, meta in enumerate(metas):
-        if meta.dtype not in DTYPES:
-            raise PipeError(
-                f"output {place} of stage {ends[0]} is {meta.dtype}, which cannot be sent to stage {ends[1]}"
-            )
-        numbers += [DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
-    if len(numbers) > LENGTH:
-        raise PipeError(
-            f"stage {ends[0]} returns {len(metas)} tensors, too many to describe; return fewer, or larger, ones"
-        )
-    return numbers + [0] * (LENGTH - len(numbers))
-
-
-def _read(numbers: list[int]) -> tuple[Meta, ...]:
-    metas, place = [], 1
-    for _ in range(numbers[0]):
-        dtype, requires_grad, dims = numbers[place : place + 3]
-        place += 3
-        metas.append(Meta(tuple(numbers[place : place + dims]), DTYPES[dtype], bool(requires_grad)))
-        place += dims
-    return tuple(metas)
+            send_description(transport, peer, kind.ends, metas, parcel[0].device if parcel else None)
 
 
 Parcels = TracedParcels | LearntParcels

@@ -23,6 +23,7 @@ from ..peer_passes import Order, defer_recv_ops, plan_of, reduce_grad, simulate,
 from ..placement import Placement
 from ..plan import Plan
 from .fixed_attribute import FixedAttribute
+from .membership import is_complete
 from .not_called import NOT_CALLED, NOT_CALLED_WITH_A_NAME
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class FormatError(InputError, NotImplementedError):
     """An order in a form that is not known. It is a NotImplementedError too, as with the peer."""
 
 
+class MissingOrderError(InputError, AttributeError):
+    """There is no order of actions yet. It is an AttributeError too, as with the peer."""
+
+
 _READY = "stages are ready when they are made"
 _REPLACED = {
     **NOT_CALLED,
@@ -43,11 +48,11 @@ _REPLACED = {
     "_comp_type_to_function_map": "call register_custom_function()",
     **dict.fromkeys(("_stage_initialized", "_stages_initialized", "_stage_forward_initialized"), _READY),
     **dict.fromkeys(("_stages_forward_initialized", "_stages_backward_initialized"), _READY),
-    "_internal_losses": "pass losses=, a list, to step()",
     "_should_compute_loss": "the loss is made along with the output of the last stage",
     "_backward_requires_autograd": "register a custom function for backwards of your own",
 }
 _MADE_WITH = "make a schedule with {}"
+_NO_ORDER = "{} has no order of actions yet: set pipeline_order"
 
 
 class PeerSurface(ReplacedAttributes):
@@ -72,7 +77,7 @@ class PeerSurface(ReplacedAttributes):
         self._order: PeerOrder | None = None  # as it was set
         self._order_with_comms: PeerOrder | None = None
         self._order_is_read = True
-        self._no_step = Counter[int]()
+        self.backward_counter = Counter[int]()  # backwards of each stage in a step; a custom function counts its own
         self._defer_pp_recv = False
         # Nothing here reads these; schedules that derive from ours may, or set them.
         self.n_local_stages = len(self.stages)
@@ -130,7 +135,8 @@ class PeerSurface(ReplacedAttributes):
 
     def _lowered(self, order: Order) -> PeerOrder:
         if not order:
-            raise InputError(f"{type(self).__name__} has no order of actions yet: set pipeline_order")
+            # Not the kind that is an AttributeError: of one raised in a property Python would forget the message.
+            raise InputError(_NO_ORDER.format(type(self).__name__))
         sharded = {rank: unshard_reshard(row) for rank, row in _computations(order).items()}
         reduced = {rank: reduce_grad(row, self.n_microbatches) for rank, row in sharded.items()}
         plan = plan_of(reduced, self._rank_of, self._num_stages)
@@ -176,18 +182,24 @@ class PeerSurface(ReplacedAttributes):
         """Write the order to a CSV file, one line a rank."""
         orders = {"compute_only": lambda: self.pipeline_order, "compute_comms": lambda: self.pipeline_order_with_comms}
         _check_format(format)
+        self._refuse_missing_order(format)
         rows = order_from_peer(orders[format]())
         placement = Placement(tuple(map(self._rank_of, range(self._num_stages))))
         save_csv(Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches), filename)
 
     def _simulate(self) -> PeerOrder:
         """The order with messages, and a None for every step in which a rank waits."""
+        self._refuse_missing_order("compute_comms")
         kept = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.REDUCE_TIES}
         order = {
             rank: [action for action in row if action is not None and action.computation_type not in kept]
             for rank, row in self.pipeline_order_with_comms.items()
         }
         return simulate(order, self._rank_of, self._num_stages)
+
+    def _refuse_missing_order(self, format: Format) -> None:
+        if not self.pipeline_order and not (format == "compute_comms" and self._order_with_comms):
+            raise MissingOrderError(_NO_ORDER.format(type(self).__name__))
 
     def _set_plan(self) -> Plan | None:
         """The plan that was set since it was last asked for."""
@@ -220,15 +232,17 @@ class PeerSurface(ReplacedAttributes):
     _kwargs_chunk_spec = FixedAttribute(lambda made: made._specs[1], _MADE_WITH.format("kwargs_chunk_spec="))
     _output_merge_spec = FixedAttribute(lambda made: made._merge_spec, _MADE_WITH.format("output_merge_spec="))
 
-    @property
-    def _executor(self) -> Executor | None:
-        executors = [stage.driver for stage in self.stages if stage.driver is not None]
-        return cast("Executor", executors[0]) if executors else None
+    _internal_losses = FixedAttribute(lambda made: made._losses_so_far(), "pass losses=, a list, to step()")
+
+    def _losses_so_far(self) -> list[Tensor]:
+        """The losses that a step has made while it runs; none after it."""
+        executors = [stage.driver for stage in self.stages if is_complete(stage) and stage.is_last]
+        return [loss for executor in executors if executor is not None for loss in executor.batch.losses.values()]
 
     @property
-    def backward_counter(self) -> Counter[int]:
-        """How many backwards each stage has done in this step; a custom function counts its own."""
-        return self._no_step if self._executor is None else self._executor.backward_counter
+    def _executor(self) -> Executor | None:
+        executors = [stage.driver for stage in self.stages if is_complete(stage) and stage.driver is not None]
+        return cast("Executor", executors[0]) if executors else None
 
     @property
     def fwd_recv_ops(self) -> dict[tuple[int, int], list[Any]]:
@@ -276,13 +290,3 @@ def _computations(order: Order) -> dict[int, list[PeerAction | None]]:
         rank: [action for action in row if action is None or action.computation_type is not Op.REDUCE_GRAD]
         for rank, row in order.items()
     }
-
-
-def is_complete(stage: object) -> bool:
-    """Whether a stage was made by PipelineStage, and not only has what an order of actions takes."""
-    return "submod" in vars(stage) and "flights" in vars(stage)
-
-
-def ranks_of_stages(stages: Sequence[Any]) -> int:
-    """The number of ranks that stages know of themselves."""
-    return int(stages[0].group_size)

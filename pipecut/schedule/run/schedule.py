@@ -26,9 +26,10 @@ from .declared_ties import declared_ties, with_ties
 from .failure import END
 from .header import MEAN_LOSS
 from .losses import NUMBERS, Losses, LossesError, mean_from
+from .membership import are_nowhere_else, is_complete
 from .objective import Objective
 from .open_steps import OpenSteps
-from .peer_surface import PeerSurface, is_complete
+from .peer_surface import PeerSurface
 from .random_numbers import checked_kind, with_states
 from .results import merged
 from .runner import Runner
@@ -110,7 +111,8 @@ class PipelineSchedule(PeerSurface):
         self.stages = list(stages)
         self.scale_grads = scale_grads
         self.check_loss = check_loss
-        self.info: PipeInfo | None = getattr(self.stages[0], "pipe_info", None)
+        are_complete = all(map(is_complete, self.stages))
+        self.info: PipeInfo | None = self.stages[0].pipe_info if are_complete else None
         self.random_numbers = checked_kind(random_numbers)
         self.n_microbatches = n_microbatches if plan is None else plan.microbatches
         self._given_ties = ties
@@ -126,7 +128,7 @@ class PipelineSchedule(PeerSurface):
             self._set_ranks(dict(enumerate(plan.placement.rank_of)))
             self.plan = plan
             self.pp_group_size = plan.ranks
-            if all(map(is_complete, self.stages)):
+            if are_complete and not are_nowhere_else(self.stages):
                 self._use(plan)
         self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
         self._last_runner: Runner | None = None
@@ -190,7 +192,7 @@ class PipelineSchedule(PeerSurface):
         """
         self._use_what_was_set()
         return self._run(
-            Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec), losses
+            Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses)
         )
 
     def eval(
@@ -203,7 +205,7 @@ class PipelineSchedule(PeerSurface):
         **kwargs: Any,
     ) -> Any:
         """Forward only, without gradients. The mode of the modules is up to you: call `stage.submod.eval()` before."""
-        return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec), losses)
+        return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses))
 
     def register_custom_function(self, computation_type: Op | str, custom_function: CustomFunction) -> None:
         """Let `custom_function(action, context)` do all actions of a kind; `context.run(action)` does one as usual.
@@ -230,19 +232,14 @@ class PipelineSchedule(PeerSurface):
             raise self._connection.failed(error, END) from error
         return mean_from(shared)
 
-    def _run(self, given: Given, losses: list[Tensor] | None) -> Any:
+    def _run(self, given: Given) -> Any:
         self._use_what_was_set()
         try:
             weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
             options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
             own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
             self._connection.meeting.hold(self.plan, self.info, self.ties, self.stages, options, own)
-            if given.training and torch.is_inference_mode_enabled():
-                raise InputError(
-                    "step() needs gradients, and torch.inference_mode() is on here: call it outside, or call eval()"
-                )
-            if losses is not None and not isinstance(losses, list):
-                raise LossesError(f"losses must be a list, which is filled; got {type(losses).__name__}")
+            self._check_given(given)
             for stage in self.stages:
                 stage.refuse_new_wrappers()
             runner = self._runner(given.training)
@@ -264,8 +261,8 @@ class PipelineSchedule(PeerSurface):
             if stage.is_last:
                 stage.output_chunks = [last.results[nth] for nth in sorted(last.results)]
         self._losses = Losses(last.losses, last.loss_weights)
-        if losses is not None:
-            losses[:] = self._losses.in_order()
+        if given.losses is not None:
+            given.losses[:] = self._losses.in_order()
         try:
             if self._weighing is not None and last.losses:
                 self._weighing.refuse_losses_without(last.weights)
@@ -274,6 +271,15 @@ class PipelineSchedule(PeerSurface):
             return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
         except Exception as error:
             raise self._connection.failed(error, END) from error
+
+    def _check_given(self, given: Given) -> None:
+        """Refuse what a step cannot be called with."""
+        if given.training and torch.is_inference_mode_enabled():
+            raise InputError(
+                "step() needs gradients, and torch.inference_mode() is on here: call it outside, or call eval()"
+            )
+        if given.losses is not None and not isinstance(given.losses, list):
+            raise LossesError(f"losses must be a list, which is filled; got {type(given.losses).__name__}")
 
     def _runner(self, training: bool) -> Runner:
         key = training, self.scale_grads
@@ -288,6 +294,7 @@ class PipelineSchedule(PeerSurface):
                 self.scale_grads,
                 custom=self._custom,
                 random_numbers=self.random_numbers,
+                backward_counter=self.backward_counter,
                 schedule=weakref.ref(self),
             )
             self._runners[key] = parts.runner(plan)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InputError, PipeWarning
 from ...stage.stage import PipelineStage
 from ..plan import Plan
-from ..registry import FAMILIES, known_name, plan_for
-from .membership import refuse_compiled
-from .peer_surface import is_complete
+from ..registry import FAMILIES, Family, known_name, plan_for
+from .membership import as_list, checked, is_complete, is_initialized, refuse_compiled
 from .schedule import PipelineSchedule
 
 
@@ -44,8 +42,8 @@ class _NamedSchedule(PipelineSchedule):
                 "backward_requires_autograd=False is not known here: register a custom function for your backwards"
             )
         if self.refuses_compiled:
-            refuse_compiled(_checked(stages), type(self).__name__)
-        plan = self._plan(_checked(stages), n_microbatches, ranks)
+            refuse_compiled(checked(stages), type(self).__name__)
+        plan = self._plan(checked(stages), n_microbatches, ranks)
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, plan, loss_fn, *specs, scale_grads, n_microbatches=n_microbatches, **options)
         self._defer_pp_recv = defer_pp_recv
@@ -65,7 +63,7 @@ class _NamedSchedule(PipelineSchedule):
                 f"{cls.__name__} has exactly 2 stages on each rank, in a V: got {len(stages)} of {total}. Rank 0 has "
                 f"stages 0 and {total - 1}, or all of them if there is one process"
             )
-        ranks = ranks if ranks is not None else _ranks_for(stages)
+        ranks = ranks if ranks is not None else _ranks_for(stages, family)
         if total % ranks:
             raise InputError(
                 f"{total} stages cannot be put evenly on {ranks} ranks; cut the model into a multiple of {ranks}"
@@ -73,27 +71,12 @@ class _NamedSchedule(PipelineSchedule):
         return plan_for(cls.schedule_name, ranks=ranks, chunks=total // ranks, microbatches=n_microbatches)
 
 
-def _checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
-    if not isinstance(stages, Sequence):
-        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
-    if not stages:
-        raise InputError("a schedule needs the stages of this rank; got none")
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
-    totals = {stage.num_stages for stage in stages}
-    if len(totals) > 1:
-        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
-    return stages
-
-
-def _ranks_for(stages: Sequence[PipelineStage]) -> int:
-    """The size of the process group; without one, as many ranks as leave each one chunk."""
-    if not all(map(is_complete, stages)):
-        return stages[0].group_size
-    if dist.is_available() and dist.is_initialized() and len(stages) < stages[0].num_stages:
-        return dist.get_world_size(stages[0].group)
-    return stages[0].num_stages
+def _ranks_for(stages: Sequence[PipelineStage], family: Family) -> int:
+    """The size of the stages' process group; as many as there are stages without one, or if each rank has one stage."""
+    one_stage_each = family.chunks == 1 and not family.any_chunks
+    if one_stage_each or (all(map(is_complete, stages)) and not is_initialized()):
+        return stages[0].num_stages
+    return stages[0].group_size
 
 
 class PipelineScheduleSingle(_NamedSchedule):
@@ -113,9 +96,8 @@ class PipelineScheduleSingle(_NamedSchedule):
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
-        stages = list(stage) if isinstance(stage, Iterable) else [stage]
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+        super().__init__(as_list(stage), n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class PipelineScheduleMulti(_NamedSchedule):

@@ -9,26 +9,39 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...stage.on_mesh import OnMesh, described, local_part
+
 
 class Meta(NamedTuple):
-    """What has to be known of a tensor to receive it."""
+    """What has to be known of a tensor to receive it. A DTensor is sent as its local part, whose shape this is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    on_mesh: OnMesh | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
         """The meta of a tensor at hand."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad, OnMesh.of(tensor))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, of a DTensor that of all ranks together."""
+        return self.shape if self.on_mesh is None else self.on_mesh.shape
+
+    @property
+    def of_gradient(self) -> Meta:
+        """The meta of its gradient."""
+        return self if self.on_mesh is None else self._replace(on_mesh=self.on_mesh.of_gradient)
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor."""
+        """The size of what is sent."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return described(self.whole_shape, self.dtype, self.on_mesh)
 
 
 class Arrival(Protocol):

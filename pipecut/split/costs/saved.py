@@ -1,6 +1,7 @@
-"""What autograd keeps of a step until its backward: a table by operator.
+"""What autograd keeps of a step until its backward: a table by operator, for those that are met most.
 
 Operators are those above autograd (linear, softmax); many of them are made of others, whose savings are added up here.
+An operator that is not in the table is tried out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ...pipe_ir.effects import operator_name
 from ...pipe_ir.spec import Dim
 from ...pipe_ir.traced import Ref, Step, TracedModel
 from .memory_map import MemoryMap, bytes_of, makes_new_memory
+from .trial import arguments_of, try_step
 
 # Memory that a step makes for itself has no value of the trace: its key is negative.
 Key = int
@@ -42,7 +44,7 @@ class SavedValues:
         name = operator_name(step.target)
         if not self.needs_gradient(step) or self.memory.is_view(step):
             return ()
-        return tuple({saved.key: saved for saved in RULES.get(name, _inputs_with_gradient)(self, step)}.values())
+        return tuple({saved.key: saved for saved in RULES.get(name, _as_tried)(self, step)}.values())
 
     def needs_gradient(self, step: Step) -> bool:
         """Whether there is a backward of a step; one that returns several tensors is judged by its arguments."""
@@ -98,11 +100,20 @@ def _first(saved: SavedValues, step: Step) -> Iterator[Saved]:
     yield from saved.value(step.args[0])
 
 
-def _inputs_with_gradient(saved: SavedValues, step: Step) -> Iterator[Saved]:
-    """What nothing is known of: its arguments through which a gradient flows."""
-    for index in step.refs:
-        if saved.index_needs_gradient(index):
+def _as_tried(saved: SavedValues, step: Step) -> Iterator[Saved]:
+    """What autograd is seen to keep of it; if it cannot be tried, its arguments through which a gradient flows."""
+    tried = try_step(saved.traced, step)
+    if tried is None or tried.kept is None:
+        for index in filter(saved.index_needs_gradient, step.refs):
             yield from saved.value(Ref(index))
+        return
+    arguments = arguments_of(step)
+    for slot in tried.kept.arguments:
+        yield from saved.value(Ref(arguments[slot]))
+    if tried.kept.result:
+        yield from _output(saved, step)
+    if tried.kept.others != 0:
+        yield from saved.own(step, tried.kept.others)
 
 
 def _all_inputs(saved: SavedValues, step: Step) -> Iterator[Saved]:
@@ -181,24 +192,8 @@ def _dropout(saved: SavedValues, step: Step) -> Iterator[Saved]:
         yield from saved.own(step, size if saved.traced.device.type == "cpu" else size / itemsize)
 
 
-def _attention(saved: SavedValues, step: Step) -> Iterator[Saved]:
-    """Queries, keys, values, result and the sum of each row; with dropout on the CPU the matrices themselves."""
-    for argument in step.args[:3]:
-        yield from saved.value(argument)
-    query, key = (saved.traced.steps[argument.index].spec for argument in step.args[:2])
-    if query is None or key is None or step.spec is None:
-        return
-    rows = bytes_of(step) / step.spec.shape[-1]
-    dropout = step.args[4] if len(step.args) > 4 else step.kwargs.get("dropout_p", 0.0)
-    if dropout and saved.traced.device.type == "cpu":
-        yield from saved.own(step, 3 * rows * key.shape[-2])
-        return
-    yield from _output(saved, step)
-    yield from saved.own(step, rows * (4 / step.spec.dtype.itemsize))
-
-
 def _normalised(saved: SavedValues, step: Step) -> Iterator[Saved]:
-    """The input; the mean and the deviation of a row are small."""
+    """The input; the mean and the deviation of a channel are small."""
     yield from _first(saved, step)
 
 
@@ -216,16 +211,23 @@ def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[Saved]:
         yield from saved.value(argument)
 
 
+# Values for each position and hidden unit that the CPU keeps of a recurrent layer, seen with hooks on saved tensors.
+GATES = {"aten::lstm": 19, "aten::gru": 7, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
+
+
 def _recurrent(saved: SavedValues, step: Step) -> Iterator[Saved]:
     """The input, and for each position and layer the gates and states, on the CPU in many small tensors."""
     yield from _first(saved, step)
-    layers = next((arg for arg in step.args[3:] if isinstance(arg, int) and not isinstance(arg, bool)), 1)
+    place = next(place for place, arg in enumerate(step.args) if type(arg) is int)
+    layers, directions = step.args[place], 1 + bool(step.args[place + 3])
     positions = saved.traced.steps[step.args[0].index].spec
     weights = next((arg for arg in step.args[1:] if isinstance(arg, list | tuple) and len(arg) > 2), ())
     hidden = saved.traced.steps[weights[1].index].spec if weights else None
     if positions is not None and hidden is not None:
         volume = positions.shape[0] * positions.shape[1] * hidden.shape[-1] * positions.dtype.itemsize
-        yield from saved.own(step, (19 if saved.traced.device.type == "cpu" else 8) * layers * volume)
+        gates = GATES[operator_name(step.target)] if saved.traced.device.type == "cpu" else 8
+        # A layer's results, put together, are the input of the next one.
+        yield from saved.own(step, (gates * layers + layers - 1) * directions * volume)
 
 
 def _of(rule: Rule, names: str) -> dict[str, Rule]:
@@ -242,16 +244,15 @@ RULES: Mapping[str, Rule] = {
     **_of(_first, "gelu silu silu_ mish hardswish hardsigmoid softplus log log1p log2 abs sin cos leaky_relu elu celu "
           "selu hardtanh clamp clamp_min clamp_max erf avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
           "adaptive_avg_pool2d adaptive_avg_pool3d logsigmoid square var std norm linalg_vector_norm prelu glu"),
-    **_of(_normalised, "layer_norm group_norm batch_norm instance_norm rms_norm"),
+    **_of(_normalised, "batch_norm instance_norm"),
     **_of(_linear, "linear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
-    **_of(_product, "mul mul_ mm bmm einsum dot outer"),
+    **_of(_product, "mul mul_ mm bmm dot outer bilinear"),
     **_of(_batched_product, "matmul"),
     **_of(_quotient, "div div_"),
     **_of(_power, "pow"),
     **_of(_dropout, "dropout dropout_ feature_dropout alpha_dropout"),
     **_of(_indices, "embedding index index_select gather scatter scatter_add take where masked_fill masked_fill_ "
-          "index_put index_put_ index_copy max min topk sort"),
-    **_of(_attention, "scaled_dot_product_attention"),
+          "index_put index_put_ index_copy"),
     **_of(_max_pool, "max_pool1d max_pool2d max_pool3d"),
     **_of(_cross_entropy, "cross_entropy_loss"),
     **_of(_all_inputs, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits nll_loss "

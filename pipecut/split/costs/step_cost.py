@@ -52,7 +52,8 @@ class CostFinder:
         self.traced = traced
         self.memory = MemoryMap(traced)
         self.saved = SavedValues(traced, self.memory)
-        self._names = frozenset(name for name, _ in traced.model.named_parameters(remove_duplicate=False))
+        names = (name for name, _ in traced.model.named_parameters(remove_duplicate=False))
+        self._places = {name: place for place, name in enumerate(names)}
 
     def step(self, step: Step) -> StepCost:
         """The cost of one step; 0 for one that does not compute."""
@@ -82,8 +83,12 @@ class CostFinder:
 
     def is_parameter(self, index: int) -> bool:
         """Whether a value is a parameter of the model, trained or frozen."""
-        step = self.traced.steps[index]
-        return step.kind == "state" and not self._names.isdisjoint(self.traced.state_names.get(index, ()))
+        return self.place_of_parameter(index) < len(self._places)
+
+    def place_of_parameter(self, index: int) -> int:
+        """The number of a parameter in the order of the model's; what is none comes after all of them."""
+        names = self.traced.state_names.get(index, ()) if self.traced.steps[index].kind == "state" else ()
+        return min((self._places[name] for name in names if name in self._places), default=len(self._places))
 
 
 def _everything(traced: TracedModel, step: Step) -> Dim:

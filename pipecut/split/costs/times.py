@@ -9,7 +9,7 @@ import torch
 
 from ...pipe_ir.effects import operator_name
 from ...pipe_ir.traced import Step
-from ..cost import FORMULAS, Weights, step_flops
+from ..cost import Weights, step_flops
 from .machine import Machine
 from .memory_map import bytes_of
 from .step_cost import CostFinder
@@ -92,7 +92,7 @@ class StepTimes:
         values, weights = self._gradients(step)
         again = forward if step.index in self._repeated else 0.0
         name = operator_name(step.target)
-        if name in FORMULAS:
+        if flops:
             each = ATTENTION_BACKWARD / 3 if name.endswith("attention") else 1.0
             backward = self.machine.time(flops * each, moved * each, dtype)
             return Times(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..microbatch.distributed_tensor import is_distributed
+from ..on_mesh import text_of
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -44,6 +46,11 @@ def find_starts(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None]
             raise InputError(
                 f"output {len(begun)} that requires a gradient has shape {list(output.shape)}, and its gradient has "
                 f"{list(gradient.shape)}: the gradient must have the shape of the output"
+            )
+        elif is_distributed(gradient) != is_distributed(output):
+            raise InputError(
+                f"output {len(begun)} that requires a gradient is {text_of(output)}, and its gradient is "
+                f"{text_of(gradient)}: that of a DTensor is a DTensor, and that of a plain tensor is plain"
             )
         begun.append(output)
         gradients.append(gradient)

@@ -16,6 +16,10 @@ from .spec_match import match_specs
 _SPEC, _KINDS = "output_merge_spec", (TensorChunkSpec, Replicate, CustomReducer)
 
 
+class NothingToMergeError(InputError, IndexError):
+    """No chunks. It is an IndexError too, as with the peer."""
+
+
 def merge_chunks(
     chunks: Sequence[Any],
     chunk_spec: Any,
@@ -26,10 +30,10 @@ def merge_chunks(
     """One result from those of the microbatches, in the same structure. `sizes` are their numbers of samples.
 
     The spec is None, TensorChunkSpec(dim), Replicate() (the first microbatch's), a CustomReducer, or a nested value of
-    these. By default tensors are joined along dim 0, which must hold the samples, or several rows for each of them, if
-    their number is among the `rows` that are known for that microbatch; a tensor without dims is averaged, each
-    microbatch with the weight of its size, or that in `weights`; and any other value must be the same in all
-    microbatches.
+    these. A tuple or list of one spec makes one of a result that is not nested. By default tensors are joined along
+    dim 0, which must hold the samples, or several rows for each of them, if their number is among the `rows` that are
+    known for that microbatch; a tensor without dims is averaged, each microbatch with the weight of its size, or that
+    in `weights`; and any other value must be the same in all microbatches.
 
     >>> from torch import tensor
     >>> merge_chunks([(tensor([1, 2]), tensor(3.0), "sum"), (tensor([3]), tensor(0.0), "sum")], None, sizes=(2, 1))
@@ -38,6 +42,9 @@ def merge_chunks(
     opened = [open_value(chunk, holders=True) for chunk in chunks]
     _check(opened, sizes)
     structure = opened[0][1]
+    if _is_around(chunk_spec, structure):
+        inside = merge_chunks(chunks, chunk_spec[0], sizes, weights, rows)
+        return [inside] if isinstance(chunk_spec, list) else (inside,)
     rules = match_specs(chunk_spec, structure, _SPEC, _KINDS)
     columns = zip(*(values for values, _ in opened), strict=True)
     leaves = [
@@ -51,7 +58,14 @@ def merge_chunks(
 def check_merge_spec(result: Any, chunk_spec: Any) -> None:
     """Refuse a spec that does not fit the structure of the results."""
     _, structure = open_value(result, holders=True)
+    while _is_around(chunk_spec, structure):
+        chunk_spec = chunk_spec[0]
     match_specs(chunk_spec, structure, _SPEC, _KINDS)
+
+
+def _is_around(chunk_spec: Any, structure: Structure) -> bool:
+    """Whether a spec asks for a tuple or list around a single value."""
+    return structure.rebuild is None and isinstance(chunk_spec, tuple | list) and len(chunk_spec) == 1
 
 
 def _merged(leaf: Leaf, weights: Sequence[float] | None) -> Any:
@@ -69,7 +83,7 @@ def _merged(leaf: Leaf, weights: Sequence[float] | None) -> Any:
 
 def _check(opened: Sequence[tuple[list[Any], Structure]], sizes: Sequence[int] | None) -> None:
     if not opened:
-        raise InputError("there is nothing to merge: the list of chunks is empty")
+        raise NothingToMergeError("there is nothing to merge: the list of chunks is empty")
     if sizes is not None and len(sizes) != len(opened):
         raise InputError(f"sizes has {len(sizes)} entries for {len(opened)} chunks")
     expected = _outline(opened[0][1])

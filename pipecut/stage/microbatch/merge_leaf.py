@@ -20,6 +20,14 @@ class PlacementError(InputError, AssertionError):
     """DTensors that lie differently on their mesh, or DTensors and plain tensors, which cannot be joined."""
 
 
+class MisfitError(InputError, RuntimeError):
+    """Tensors that cannot be joined. It is a RuntimeError too, as with torch."""
+
+
+class NoSuchDimError(InputError, IndexError):
+    """Tensors without the dim that they should be joined along. It is an IndexError too, as with torch."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of the result: its name, its value in each microbatch, and how to merge it."""
@@ -137,13 +145,13 @@ def _refuse_misfits(leaf: Leaf, dim: int) -> None:
     """Chunks may differ along the dim in which they are joined, and in nothing else."""
     first = leaf.values[0]
     if not -first.dim() <= dim < first.dim():
-        raise InputError(
+        raise NoSuchDimError(
             f"{leaf.name} cannot be joined along dim {dim}: its shape is {list(first.shape)} in microbatch 0; {_FOLD}"
         )
     place = dim % first.dim()
     for index, value in enumerate(leaf.values):
         if _apart_from(value, place) != _apart_from(first, place):
-            raise InputError(
+            raise MisfitError(
                 f"{leaf.name} is {_brief(first)} in microbatch 0 and {_brief(value)} in microbatch {index}: to be "
                 f"joined along dim {dim} they may differ in that dim only"
             )

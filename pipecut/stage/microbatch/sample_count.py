@@ -15,10 +15,22 @@ from .spec_text import written_call
 from .tensor_cut import even_sizes, samples_of
 
 
+class TooFewSamplesError(InputError, AssertionError):
+    """Fewer samples than microbatches. It is an AssertionError too, as with the peer."""
+
+
 def agreed_sizes(
-    call: Call, chunks: int, dims: Sequence[int | None], rules: Sequence[Rule], knows_batch: bool
+    call: Call,
+    chunks: int,
+    dims: Sequence[int | None],
+    rules: Sequence[Rule],
+    knows_batch: bool,
+    fewer: bool = False,
 ) -> tuple[int, ...] | None:
-    """The sizes of the microbatches; None if no leaf is cut. `dims` and `rules` are those of the leaves."""
+    """The sizes of the microbatches; None if no leaf is cut. `dims` and `rules` are those of the leaves.
+
+    With `fewer`, too few samples make fewer microbatches, of one sample each.
+    """
     samples = {
         index: samples_of(leaf, dim)
         for index, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True))
@@ -30,12 +42,14 @@ def agreed_sizes(
         remedy = _same_batch() if knows_batch else _other_specs(call, dims, rules, samples)
         raise InputError("\n".join([*_disagreement(call, chunks, dims, samples), *remedy]))
     first, total = next(iter(samples.items()))
+    if fewer and 0 < total < chunks:
+        return even_sizes(total, total)
     if total < chunks:
         place = f"{call.names[first]} has shape {list(call.leaves[first].shape)}, cut along dim {dims[first]}"
-        fewer = f", or ask for fewer microbatches, at most {total}" if total else ""
-        raise InputError(
+        most = f", or ask for fewer microbatches, at most {total}" if total else ""
+        raise TooFewSamplesError(
             f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches ({place}): "
-            f"pass at least {chunks}{fewer}"
+            f"pass at least {chunks}{most}"
         )
     return even_sizes(total, chunks)
 

@@ -36,14 +36,22 @@ class Microbatches:
     dims: tuple[int | None, ...] = ()
 
 
+class SpecCountError(InputError, AssertionError):
+    """Not as many specs as arguments. It is an AssertionError too, as with the peer."""
+
+
 def split_args_kwargs_into_chunks(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     chunks: int,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
+    *,
+    fewer: bool = False,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """The positional and the keyword arguments of each microbatch; see `split_by_specs`.
+
+    With `fewer`, too few samples are no error, and make fewer microbatches.
 
     >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5), "gelu"), {"y": torch.arange(5)}, 2)
     >>> args
@@ -51,7 +59,7 @@ def split_args_kwargs_into_chunks(
     >>> kwargs
     [{'y': tensor([0, 1, 2])}, {'y': tensor([3, 4])}]
     """
-    made = split_by_specs(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec)
+    made = split_by_specs(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, fewer=fewer)
     return made.args, made.kwargs
 
 
@@ -61,6 +69,8 @@ def split_by_specs(
     chunks: int,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
+    *,
+    fewer: bool = False,
 ) -> Microbatches:
     """Cut a call as the specs say.
 
@@ -78,7 +88,7 @@ def split_by_specs(
     if not args and not kwargs:
         return Microbatches([()] * chunks, [{} for _ in range(chunks)], None)
     if isinstance(args_chunk_spec, tuple | list) and len(args_chunk_spec) != len(args):
-        raise InputError(
+        raise SpecCountError(
             f"args_chunk_spec has entries for {len(args_chunk_spec)} arguments, and there are {len(args)} "
             "positional ones: write None for an argument that is cut in the default way"
         )
@@ -87,7 +97,7 @@ def split_by_specs(
         *match_specs(args_chunk_spec, call.args, "args_chunk_spec", kinds),
         *match_specs(kwargs_chunk_spec, call.kwargs, "kwargs_chunk_spec", kinds),
     ]
-    return _split(call, chunks, rules, knows_batch=False)
+    return _split(call, chunks, rules, knows_batch=False, fewer=fewer)
 
 
 def split_by_dims(
@@ -144,9 +154,10 @@ def _known(name: str, leaf: Any, dims: Mapping[str, int | None]) -> Rule:
     return Rule(None, exact=False)
 
 
-def _split(call: Call, chunks: int, rules: Sequence[Rule], knows_batch: bool) -> Microbatches:
+def _split(call: Call, chunks: int, rules: Sequence[Rule], knows_batch: bool, fewer: bool = False) -> Microbatches:
     dims = [cut_dim(name, leaf, rule) for (name, leaf), rule in zip(call.named, rules, strict=True)]
-    sizes = agreed_sizes(call, chunks, dims, rules, knows_batch)
+    sizes = agreed_sizes(call, chunks, dims, rules, knows_batch, fewer)
+    chunks = chunks if sizes is None else len(sizes)
     pieces = _cut_all(call.leaves, dims, chunks, sizes)
     count = sum(1 for _ in call.args.paths())
     return Microbatches(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,43 +13,13 @@ from pipecut.errors import PlanError
 from pipecut.schedule import (
     Costs,
     Link,
-    Report,
     auto_schedule,
-    plan_for,
-    schedule_names,
     search_schedule,
     simulate,
 )
 from pipecut.schedule.auto.bound import lower_bound
 from pipecut.schedule.auto.problem import problem_for
-from pipecut.schedule.registry import FAMILIES
-
-MEASURES: dict[str, Callable[[Report], float]] = {
-    "span": lambda report: max(row[-1].end - row[0].start for row in report.timeline.by_rank),
-    "makespan": lambda report: report.makespan,
-}
-FIXED = [name for name in schedule_names() if name != "ForwardOnly"]
-CHUNKS = {name: (1, 2) if family.any_chunks else (family.chunks,) for name, family in FAMILIES.items()}
-amounts = st.floats(0.0, 10.0).map(lambda value: round(value, 2))
-
-
-@st.composite
-def random_costs(draw: st.DrawFn, stages: int) -> Costs:
-    """Uneven times and memory, sometimes with a full backward that is quicker than its halves."""
-    column = st.lists(amounts, min_size=stages, max_size=stages)
-    held, kept = draw(column), draw(st.floats(0.0, 1.0))
-    inputs, weights = draw(column), draw(column)
-    quick = draw(st.sampled_from([None, 0.8]))
-    return Costs(
-        forward=draw(column),
-        backward_input=inputs,
-        backward_weight=weights,
-        transfer=draw(amounts),
-        full_backward=None if quick is None else [quick * (i + w) for i, w in zip(inputs, weights, strict=True)],
-        memory_forward=held,
-        memory_backward_input=[(kept - 1) * each for each in held],
-        memory_backward_weight=[-kept * each for each in held],
-    )
+from tests.schedule.auto.random_costs import MEASURES, fixed_plans, random_costs
 
 
 @pytest.mark.parametrize("objective", sorted(MEASURES))
@@ -79,9 +48,7 @@ def test_never_worse_than_a_fixed_schedule_that_fits(data: st.DataObject) -> Non
     chunks = data.draw(st.sampled_from([1, 2]))
     costs = data.draw(random_costs(ranks * chunks))
     objective = data.draw(st.sampled_from(sorted(MEASURES)))
-    names = [name for name in FIXED if chunks in CHUNKS[name] and (name != "DualPipeV" or microbatches >= 2 * ranks)]
-    plans = [plan_for(name, ranks=ranks, microbatches=microbatches, chunks=chunks) for name in names]
-    reports = [simulate(plan, costs) for plan in plans]
+    reports = [simulate(plan, costs) for plan in fixed_plans(ranks, microbatches, chunks)]
     peaks = sorted(max(report.peak_memory) for report in reports)
     limit = data.draw(st.sampled_from(peaks))
     found = search_schedule(
@@ -130,6 +97,16 @@ def test_the_table_tells_why_others_lost() -> None:
     assert re.fullmatch(r"[\d.]+% slower", reasons["1F1B", "loop x 1"])
     assert [row.why for row in found.tried].count("taken") == 1
     assert found.table().splitlines()[1].endswith("taken")
+
+
+def test_refits_that_cannot_win_or_come_again_are_left_out() -> None:
+    """With 32 ranks and 256 microbatches they took most of the time; 1F1B and ZB-H1 differ in weight gradients only."""
+    found = search_schedule(
+        ranks=4, microbatches=8, costs=Costs(transfer=0.3), memory_limit=4, placement="loop", chunks=1, time_budget=0.1
+    )
+    refits = [row.name for row in found.tried if row.name.endswith("refitted") and "rules" not in row.name]
+    assert len(refits) == 1
+    assert "one microbatch at a time, refitted" not in refits
 
 
 def test_every_rank_can_have_its_own_limit() -> None:

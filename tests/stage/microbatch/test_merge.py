@@ -243,7 +243,15 @@ def test_a_spec_of_an_output_that_is_not_there() -> None:
 
 
 def test_a_container_of_one_spec_for_an_output_that_is_a_tensor() -> None:
-    assert refusal([tensor([1])], (TensorChunkSpec(0),)) == (
-        "output_merge_spec[0] says how to treat a value that is not there (there is none). The value is not nested: "
-        "give the spec itself as output_merge_spec, without a container"
+    chunks, joined = [tensor([1]), tensor([2])], tensor([1, 2])
+    assert_same(merge_chunks(chunks, (TensorChunkSpec(0),)), (joined,), "tuple")
+    assert_same(merge_chunks(chunks, [(None,)], sizes=(1, 1)), [(joined,)], "list")
+    assert merge_chunks([1, 2], (sum_reducer,)) == (3,)
+
+
+@pytest.mark.parametrize(("spec", "place"), [((None, None), "[0]"), ({"y": None}, "['y']")])
+def test_a_container_that_an_output_has_no_place_in(spec: Any, place: str) -> None:
+    assert refusal([tensor([1])], spec) == (
+        f"output_merge_spec{place} says how to treat a value that is not there (there is none). The value is not "
+        "nested: give the spec itself as output_merge_spec, without a container"
     )
