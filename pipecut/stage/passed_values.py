@@ -44,6 +44,28 @@ def are_same(given: Any, held: Any) -> bool:
     return all(map(_is_same_leaf, leaves, wanted))
 
 
+def refuse_another_factor(call: str, factor: float, wanted: int) -> None:
+    """In a step, gradients are scaled where they begin; a call that scales them can only ask for the same.
+
+    >>> refuse_another_factor("scale_grads", 4, 4)
+    >>> refuse_another_factor("scale_grads", 8, 4)
+    Traceback (most recent call last):
+    pipecut.stage.passed_values.StageCallError: scale_grads(8) in a step whose gradients are scaled already, as if \
+divided by 4: pass 4, with which nothing is scaled twice, or make the schedule with scale_grads=False, where it is 1; \
+scale in loss_fn, or the gradients after step()
+    """
+    if factor != wanted:
+        other = "pass scale_grads=True to the schedule for the mean over the batch"
+        done = "are not scaled, for the schedule has scale_grads=False: pass 1"
+        if wanted != 1:
+            done = f"are scaled already, as if divided by {wanted}: pass {wanted}, with which nothing is scaled twice"
+            other = "make the schedule with scale_grads=False, where it is 1"
+        raise StageCallError(
+            f"{call}({factor}) in a step whose gradients {done}, or {other}; scale in loss_fn, or the gradients after "
+            "step()"
+        )
+
+
 def _is_same_leaf(given: Any, held: Any) -> bool:
     if given is held:
         return True

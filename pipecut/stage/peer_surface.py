@@ -18,7 +18,7 @@ from ..pipe_ir.structure import flatten
 from .examples import StageMetadataError
 from .not_called import NOT_CALLED
 from .on_mesh import OnMesh, placing_of, text_of
-from .passed_values import OnTheirWay, StageCallError, are_same
+from .passed_values import OnTheirWay, StageCallError, are_same, refuse_another_factor
 from .replaced_attributes import ReplacedAttributes
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class Driver(Protocol):
 
     def weight_one(self, stage: int, microbatch: int) -> None:
         """Run the rest of a backward."""
+
+    @property
+    def grad_scale_factor(self) -> int:
+        """What code written for the peer divides gradients by; they come out divided here."""
 
 
 _TRANSFERS = "what is sent and received is the work of the schedule's executor"
@@ -309,13 +313,18 @@ class OneChunkCalls(ReplacedAttributes):
             )
 
     def scale_grads(self, grad_scale_factor: float) -> None:
-        """Divide the gradients of the parameters."""
+        """Divide the gradients of the parameters. In a step of a schedule they are as scale_grads= says already."""
+        if self.driver is not None:
+            refuse_another_factor("scale_grads", grad_scale_factor, self.driver.grad_scale_factor)
+            return
         for parameter in cast("PipelineStage", self).submod.parameters():
             if parameter.grad is not None and grad_scale_factor != 1:
                 parameter.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: float) -> None:
-        """Average the gradients over the copies of the stage, and divide them."""
+        """Average the gradients over the copies of the stage, and divide them, as `scale_grads` does."""
+        if self.driver is not None:
+            refuse_another_factor("perform_reduce_grad", grad_scale_factor, self.driver.grad_scale_factor)
         cast("PipelineStage", self).replica.reduce_gradients()
         self.scale_grads(grad_scale_factor)
 

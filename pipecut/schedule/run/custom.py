@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, PipeWarning
 from ..action import Action, Op
 from .executor import Executor
 
@@ -70,3 +71,13 @@ def checked_op(op: Op | str) -> Op:
     if str(op) not in known:
         raise InputError(f"there is no action {op!r}: custom functions are for {', '.join(each.name for each in Op)}")
     return known[str(op)]
+
+
+def warn_of_scaled_gradients() -> None:
+    """With the peer the division belongs to REDUCE_GRAD, and so to a function that takes its place."""
+    warnings.warn(
+        "a custom function for REDUCE_GRAD finds gradients that are those of the mean over the batch already, for they "
+        "are scaled where they begin: do not divide them again in it, or make the schedule with scale_grads=False",
+        PipeWarning,
+        stacklevel=3,  # the user's call of register_custom_function()
+    )

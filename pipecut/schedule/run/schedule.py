@@ -20,7 +20,7 @@ from ..timeline import Timeline
 from .assembly import Assembly, forward_part
 from .batch_maker import BatchMaker, Given
 from .connection import Connection
-from .custom import CustomFunction, checked_op
+from .custom import CustomFunction, checked_op, warn_of_scaled_gradients
 from .dataflow import dataflow_of
 from .declared_ties import declared_ties, with_ties
 from .failure import END
@@ -215,6 +215,8 @@ class PipelineSchedule(PeerSurface):
         kind = checked_op(computation_type)
         if self._runners:
             raise InputError("register custom functions before the first step")
+        if kind is Op.REDUCE_GRAD and self.scale_grads:
+            warn_of_scaled_gradients()
         self._custom[kind] = custom_function
 
     def trace(self) -> Timeline:
