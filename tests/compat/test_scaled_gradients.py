@@ -88,3 +88,19 @@ def test_without_scale_grads_the_factor_is_one(name: str) -> None:
     told = rf"{name}\(2\) in a step whose gradients are not scaled, for the schedule has scale_grads=False: pass 1, or"
     with pytest.raises(StepError, match=told):
         run(REDUCING, lambda action, ctx: getattr(stage_of(action, ctx), name)(2), **SUMS)
+
+
+def test_a_built_in_order_calls_the_function_after_the_last_backward_of_a_stage() -> None:
+    """It was never called, though pipeline_order_with_comms of the schedule shows the action."""
+    stages = [PipelineStage(layer, index, 4, "cpu") for index, layer in enumerate(layers(4))]
+    schedule = schedules.ScheduleInterleaved1F1B(stages, 4, ranks=2, **MEANS)
+    called: list[tuple[str, int]] = []
+    with pytest.warns(PipeWarning, match="REDUCE_GRAD"):
+        schedule.register_custom_function(
+            schedules.REDUCE_GRAD,
+            lambda action, ctx: called.append((str(action), len(stages[action.stage_index].flights))),
+        )
+    x, y = batch()
+    schedule.step(x, target=y)
+    assert sorted(called) == [(f"{index}REDUCE_GRAD", 0) for index in range(4)]
+    assert_as_uncut(gradients_of(stages), 4)

@@ -138,7 +138,7 @@ class Executor:
         """After the last backward of a stage its gradients are reduced, unless the plan says when."""
         self._backwards_left[stage] -= 1
         if self._backwards_left[stage] == 0 and stage not in self._reduced_by_plan:
-            self.stages[stage].replica.reduce_gradients()
+            self.handlers[Op.REDUCE_GRAD](Action(stage, Op.REDUCE_GRAD))
 
     def _backward(self, action: Action, *, weights: bool) -> None:
         stage, microbatch = self.stages[action.stage], number(action)
