@@ -6,19 +6,21 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from .. import api
 from ..errors import InputError
 from ..pipe import Pipe as OwnPipe
+from ..pipe_ir.flat_output import FlatOutput
 from ..pipe_ir.marker import pipe_split
-from ..pipe_ir.pipe import PipeInfo as PipeInfo
+from ..pipe_ir.structure import flatten
 from ..split import SplitPoint, SplitPolicy
 from ..stage.replaced_attributes import ReplacedAttributes
 from . import _backward, _unflatten
 from . import stage as _stage
+from .pipe_info import PipeInfo as PipeInfo
 from .replaced import replaced
 
 __all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
@@ -27,7 +29,9 @@ PP_SUBMOD_PREFIX = "submod_pp"
 
 
 class Pipe(OwnPipe, ReplacedAttributes):
-    """A cut model whose call returns a tuple, and takes what was traced by keyword by position too."""
+    """A cut model whose call returns a flat tuple, and takes what was traced by keyword by position too."""
+
+    has_loss_and_backward: ClassVar[bool] = False
 
     _replaced = dict.fromkeys(
         ("split_gm", "executor", "named_modules", "modules", "named_children", "children", "apply"),
@@ -41,10 +45,17 @@ class Pipe(OwnPipe, ReplacedAttributes):
             named = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
             kwargs = dict(zip(named, args[places:], strict=False)) | kwargs
             args = args[:places]
-        result = super().__call__(*args, **kwargs)
-        return result if isinstance(result, tuple) else (result,)
+        leaves, _ = flatten(super().__call__(*args, **kwargs))
+        return tuple(leaves)
 
     forward = __call__
+
+    def info(self) -> PipeInfo:
+        """What is known of the stages and edges, without the modules. Stages that are built with it hand over tensors.
+
+        That is what the peer does: loss_fn and step() get no dict or dataclass, but the tensors in it.
+        """
+        return PipeInfo.of(super().info(), FlatOutput.of(self.traced.output))
 
     def print_readable(self) -> None:  # type: ignore[override]
         """Print the code that was generated for each stage."""

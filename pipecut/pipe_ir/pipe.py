@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import InputError, PipeError
 from .explain import Explanation, explain
+from .flat_output import FlatOutput
 from .inputs import bind_inputs
 from .show import describe, readable
 from .spec import TensorSpec
@@ -75,7 +76,10 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """All that is known of a Pipe without its modules; small enough to send around."""
+    """All that is known of a Pipe without its modules; small enough to send around.
+
+    `flat_output` says what a loss_fn and the caller of a step get of the model's output; None: all of it, as it is.
+    """
 
     num_stages: int
     stages: tuple[StageInfo, ...]
@@ -83,6 +87,7 @@ class PipeInfo:
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
     call: TracedCall
+    flat_output: FlatOutput | None = None
 
 
 @dataclass(frozen=True, repr=False, eq=False)

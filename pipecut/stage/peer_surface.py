@@ -163,7 +163,7 @@ class OneChunkCalls(ReplacedAttributes):
         training = torch.is_grad_enabled()
         flight = stage.forward(fwd_chunk_id, inputs, kwargs or {}, training=training)
         if stage.is_last and save_forward_output:
-            self.output_chunks.append(flight.result)
+            self.output_chunks.append(returned(stage, flight))
         return returned(stage, flight)
 
     def backward_one_chunk(
@@ -343,7 +343,7 @@ class OneChunkCalls(ReplacedAttributes):
 def returned(stage: PipelineStage, flight: Flight) -> Any:
     """What the module returned, or as good as that."""
     if stage.is_last:
-        return flight.result
+        return stage.handed_over(flight.result)
     return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)
 
 

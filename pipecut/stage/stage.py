@@ -132,6 +132,11 @@ class PipelineStage(OneChunkCalls):
             self.flights[microbatch] = flight
         return flight
 
+    def handed_over(self, result: Any) -> Any:
+        """What a loss_fn, and whoever called a step, get of a result of the model."""
+        flat = None if self.pipe_info is None else self.pipe_info.flat_output
+        return result if flat is None else flat.select(result)
+
     def _outputs_of(self, result: Any) -> list[Any]:
         if self.ports is not None:
             return [] if self.ports.outputs == 0 else [result] if self.ports.outputs == 1 else list(result)

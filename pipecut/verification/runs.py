@@ -65,13 +65,16 @@ class Run:
     updated: tuple[str, ...] = ()
 
 
-def run_uncut(model: nn.Module, task: Task) -> Run:
-    """One step of a copy of the model that shares its tensors. The copy takes what the forward does to attributes."""
+def run_uncut(model: nn.Module, task: Task, handed_over: Callable[[Any], Any]) -> Run:
+    """One step of a copy of the model that shares its tensors. The copy takes what the forward does to attributes.
+
+    `handed_over` is what the stages hand over of the result of the model.
+    """
     copy = clone(model)
     before = _buffers_of(copy)
     args, kwargs = task.call
     with torch.set_grad_enabled(task.loss_fn is not None):
-        output = copy(*args, **kwargs)
+        output = handed_over(copy(*args, **kwargs))
         loss = None if task.loss_fn is None else _loss(task, output)
     if loss is not None and loss.requires_grad:
         torch.autograd.backward([loss])

@@ -26,15 +26,20 @@ class Ending:
 
     def reach(self, stage: PipelineStage, microbatch: int, flight: Flight, batch: Batch) -> None:
         """The last stage has run its module."""
+        output = stage.handed_over(flight.result)
         with torch.set_grad_enabled(batch.training):
             self.in_loss_fn = not self.objective.is_own
             target = None if batch.targets is None else batch.targets[microbatch]
-            loss = self.objective.loss(flight.result, target, batch.loss_kwargs)
+            # A loss of the model's own is found by its name, which only the whole result has.
+            loss = self.objective.loss(flight.result if self.objective.is_own else output, target, batch.loss_kwargs)
             self.in_loss_fn = False
         if batch.training or loss is not None:
             self._begin_with(self.objective.checked(loss, flight.result, microbatch), stage, microbatch, flight, batch)
+            if self.objective.is_own:
+                leaves, _ = flatten(output)
+                batch.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
         if batch.keep_results:
-            result = _detached(flight.result)
+            result = _detached(output)
             if not batch.results:
                 refuse_unmergeable(result, batch, microbatch)
             batch.results[microbatch] = result
@@ -49,9 +54,6 @@ class Ending:
                 f"the loss needs no gradient, though parameters do: {maker} must not detach the output, nor run under "
                 "torch.no_grad()"
             )
-        if self.objective.is_own:
-            leaves, _ = flatten(flight.result)
-            batch.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
         # A copy: a reduced loss may lie in a storage as large as the output.
         batch.losses[microbatch] = gathered(loss.detach()).clone()
         # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
