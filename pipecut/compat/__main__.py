@@ -7,6 +7,7 @@ import runpy
 import sys
 
 from .installing import install
+from .main_script import run_script, run_with_plain_errors
 
 USAGE = "usage: python -m pipecut.compat [-m module | script.py] [arguments...]"
 
@@ -17,14 +18,19 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(USAGE)
     install()
     if arguments[0] == "-m":
+        module = arguments[1]
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        run_with_plain_errors(lambda: _run_module(module), __file__)
         return
     script = arguments[0]
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
+    run_with_plain_errors(lambda: run_script(script), __file__)
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
