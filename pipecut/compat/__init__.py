@@ -6,9 +6,18 @@
 True
 """
 
-from . import _IR, _backward, _debug, _schedule_visualizer, _unflatten, _utils, microbatch, schedules, stage
+from . import _IR as _IR
+from . import _backward as _backward
+from . import _debug as _debug
+from . import _schedule_visualizer as _schedule_visualizer
+from . import _unflatten as _unflatten
+from . import _utils as _utils
+from . import microbatch as microbatch
+from . import schedules
+from . import stage as stage
 from ._IR import Pipe, SplitPoint, pipe_split, pipeline
-from .installing import install, uninstall
+from .installing import install as install
+from .installing import uninstall as uninstall
 from .stage import PipelineStage, build_stage
 
 Schedule1F1B = schedules.Schedule1F1B
@@ -20,6 +29,7 @@ ScheduleLoopedBFS = schedules.ScheduleLoopedBFS
 ScheduleZBVZeroBubble = schedules.ScheduleZBVZeroBubble
 _ScheduleForwardOnly = schedules._ScheduleForwardOnly
 
+# The peer's, and no more: `from torch.distributed.pipelining import *` must not overwrite a user's `stage`.
 __all__ = [
     "Pipe",
     "PipelineStage",
@@ -31,19 +41,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
-    "_IR",
-    "_ScheduleForwardOnly",
-    "_backward",
-    "_debug",
-    "_schedule_visualizer",
-    "_unflatten",
-    "_utils",
     "build_stage",
-    "install",
-    "microbatch",
     "pipe_split",
     "pipeline",
-    "schedules",
-    "stage",
-    "uninstall",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError, PlanError
+from ..errors import InputError
 from ..schedule import peer_passes
 from ..schedule.action import Op
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
@@ -64,6 +64,7 @@ ScheduleLoopedBFS = own.ScheduleLoopedBFS
 ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
 ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
 ScheduleDualPipeV = own.ScheduleDualPipeV
+get_schedule_class = own.get_schedule_class
 
 # What the peer's module has by its imports.
 logger = logging.getLogger(__name__)
@@ -118,14 +119,6 @@ class _ScheduleForwardOnly(own.ScheduleForwardOnly):
 
 class _CustomFunctionProtocol(Protocol):
     def __call__(self, action: PeerAction, ctx: _PipelineContext) -> None: ...
-
-
-def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """The class of a schedule, by its name in any case."""
-    try:
-        return own.get_schedule_class(schedule_name)
-    except PlanError as error:
-        raise ValueError(f"Unknown schedule name '{schedule_name}'. {error}") from None
 
 
 def _add_unshard_reshard(compute_actions: Iterable[PeerAction | None], max_active_stages: int = 3) -> PeerRow:

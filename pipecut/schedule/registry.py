@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import PlanError
@@ -78,24 +78,24 @@ def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = N
     return family.make(ranks, microbatches)
 
 
-def known_name(name: str) -> str:
-    """A schedule's name as it is written here, however it is spelled.
+def known_name(name: str, others: Iterable[str] = ()) -> str:
+    """A schedule's name as it is written here, however it is spelled; `others` are names that the caller knows too.
 
     >>> known_name("schedule_zbh1")
     'ZB-H1'
     """
     known = _NAMES.get(_plain(name)) if isinstance(name, str) else None
     if known is None:
-        raise _unknown(name)
+        raise _unknown(name, others)
     return known
 
 
-def _unknown(name: object) -> PlanError:
+def _unknown(name: object, others: Iterable[str]) -> PlanError:
     plain = _plain(str(name))
     alike = [known for short, known in _NAMES.items() if plain and short.startswith(plain)]
     alike = alike or [_NAMES[short] for short in difflib.get_close_matches(plain, _NAMES, n=3, cutoff=0.6)]
     near = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else ""
-    return PlanError(f"There is no schedule {name!r}.{near} Known are {', '.join(FAMILIES)}.")
+    return PlanError(f"There is no schedule {name!r}.{near} Known are {', '.join((*FAMILIES, *others))}.")
 
 
 def _wrong_chunks(name: str, family: Family, chunks: int) -> PlanError:

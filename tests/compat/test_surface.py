@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 import pipecut
+import pipecut.compat
 from pipecut.compat import schedules
 from pipecut.compat.replaced import ReplacedError
 
@@ -194,8 +195,18 @@ def test_the_class_of_a_built_in_schedule_is_ours(name: str) -> None:
 def test_bases_are_found_by_name() -> None:
     assert schedules.get_schedule_class("pipelineschedulemulti") is pipecut.PipelineScheduleMulti
     assert schedules.get_schedule_class("PipelineScheduleSingle") is pipecut.PipelineScheduleSingle
-    with pytest.raises(ValueError, match="Unknown schedule name 'nope'"):
+    with pytest.raises(ValueError, match=r"^There is no schedule 'nope'\. Known are GPipe, 1F1B, .*") as error:
         schedules.get_schedule_class("nope")
+    assert str(error.value).endswith(", PipelineScheduleSingle, PipelineScheduleMulti.")
+    assert isinstance(error.value, pipecut.PipeError)
+
+
+def test_a_star_import_brings_the_peers_names_and_no_more() -> None:
+    """A user's `stage` or `install` was overwritten by `from torch.distributed.pipelining import *`."""
+    names: dict[str, object] = {}
+    exec("from pipecut.compat import *", names)
+    assert set(names) - {"__builtins__"} == set(SURFACE[""].split()) - {"_ScheduleForwardOnly"}
+    assert all(hasattr(pipecut.compat, module) for module in SURFACE if module)
 
 
 def test_a_replaced_name_says_what_to_use() -> None:

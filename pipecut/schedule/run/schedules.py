@@ -275,7 +275,7 @@ _BASES: dict[str, type[PipelineSchedule]] = {
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """The class of a schedule, by a name as `plan_for` takes them, in any case.
+    """The class of a schedule, by a name as `plan_for` takes them, or one of two base classes, in any case.
 
     >>> get_schedule_class("1f1b").__name__
     'Schedule1F1B'
@@ -283,4 +283,4 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     bases = {name.lower(): base for name, base in _BASES.items()}
     if isinstance(schedule_name, str) and schedule_name.lower() in bases:
         return bases[schedule_name.lower()]
-    return CLASSES[known_name(schedule_name)]
+    return CLASSES[known_name(schedule_name, _BASES)]
