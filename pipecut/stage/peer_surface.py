@@ -7,19 +7,15 @@ a step a stage does them by itself, with what `set_local_fwd_input` and `set_loc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..pipe_ir.structure import flatten
-from .examples import StageMetadataError
-from .not_called import NOT_CALLED
-from .on_mesh import OnMesh, placing_of, text_of
+from .declared import check_declared
 from .passed_values import OnTheirWay, StageCallError, are_same, refuse_another_factor
-from .replaced_attributes import ReplacedAttributes
+from .peer_attributes import PeerAttributes
 
 if TYPE_CHECKING:
     from .stage import Flight, PipelineStage
@@ -46,99 +42,27 @@ class Driver(Protocol):
         """What code written for the peer divides gradients by; they come out divided here."""
 
 
-_TRANSFERS = "what is sent and received is the work of the schedule's executor"
-_SHAPES = "shapes follow from the sizes of each step"
-_REPLACED = {
-    **NOT_CALLED,
-    **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _TRANSFERS),
-    **dict.fromkeys(("_stage_meta", "_user_meta", "inputs_meta", "_outputs_meta", "grads_meta"), _SHAPES),
-    **dict.fromkeys(("_inference_mode", "_fwd_outputs_for_bwd_meta"), _SHAPES),
-    "_mesh_cache": "a stage finds its meshes by itself, in what it was made with: pass get_mesh= for others",
-    "backward_state": "what a backward has left is in stage.flights[microbatch].pending",
-}
+class OneChunkCalls(PeerAttributes):
+    """The methods of a stage under the peer's names; a chunk is a microbatch."""
 
-
-class OneChunkCalls(ReplacedAttributes):
-    """The methods and attributes of a stage under the peer's names; a chunk is a microbatch."""
-
-    flights: dict[int, Flight]
-    group: dist.ProcessGroup | None
     driver: Driver | None = None  # while a step runs
     stage_before: weakref.ref[PipelineStage] | None = None  # if the schedule has it in this process
-    has_backward = False
     _runtime_validate = False  # True: the number of samples has to be that of input_args too; the rest always is
-    _replaced = _REPLACED
 
     def _begin_calls(self) -> None:
         self.output_chunks: list[Any] = []
         self._local_inputs: dict[int, tuple[Any, ...]] = {}
         self._local_gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        self._given_back: dict[int, tuple[Tensor | None, ...]] = {}
+        self._given_back = {}
         own = cast("PipelineStage", self)
         self.chunks: int | None = None  # microbatches of the last step
         self.log_prefix = f"[Stage {own.stage_index}]"
         self.stage_index_to_group_rank = {index: index % self.group_size for index in range(own.num_stages)}
 
-    @property
-    def _has_backward(self) -> bool:
-        return self.has_backward
-
-    @_has_backward.setter
-    def _has_backward(self, value: bool) -> None:
-        self.has_backward = value
-
-    @property
-    def group_rank(self) -> int:
-        """The rank of this process in the group; 0 without torch.distributed."""
-        given: int | None = self.__dict__.get("group_rank")
-        return given if given is not None else dist.get_rank(self.group) if _is_distributed() else 0
-
-    @group_rank.setter
-    def group_rank(self, rank: int) -> None:
-        self.__dict__["group_rank"] = rank
-
-    @property
-    def group_size(self) -> int:
-        """The size of the group; 1 without torch.distributed."""
-        given: int | None = self.__dict__.get("group_size")
-        return given if given is not None else dist.get_world_size(self.group) if _is_distributed() else 1
-
-    @group_size.setter
-    def group_size(self, size: int) -> None:
-        self.__dict__["group_size"] = size
-
-    @property
-    def fwd_cache(self) -> Mapping[int, Flight]:
-        """The microbatches in flight; none after a step."""
-        return self.flights
-
-    @property
-    def bwd_cache(self) -> Mapping[int, tuple[Tensor | None, ...]]:
-        """The gradients of inputs that nobody has fetched yet, by microbatch; none in a step of a schedule."""
-        return self._given_back
-
-    @property
-    def dw_runner(self) -> Mapping[int, Any]:
-        """What computes the weights' gradients of microbatches, of those whose backward was for the inputs only."""
-        return {number: flight.pending for number, flight in self.flights.items() if flight.pending is not None}
-
     def validate_tensors(self, what: str, declared: Any, got: Any, *, in_part: bool = False) -> None:
-        """If `_runtime_validate` was set, tensors have all sizes, and the dtypes, of those that were declared.
-
-        With `in_part` the last of them may be elsewhere, passed by keyword.
-        """
-        if not self._runtime_validate or declared is None:
-            return
-        expected, found = _tensors(declared), _tensors(got)
-        wanted = expected[: len(found)] if in_part else expected
-        fault = _difference(f"forward {what.removesuffix('_args')}s", wanted, found)
-        if fault:
-            index = cast("PipelineStage", self).stage_index
-            raise StageMetadataError(
-                f"Stage {index} {fault}: stage {index} was made with {what} {_described(expected)}, and has "
-                f"{_described(found) or 'none'} in a microbatch, which _runtime_validate=True forbids: declare what is "
-                "passed, or leave it False, with which the number of samples may be another"
-            )
+        """If `_runtime_validate` was set, tensors have the sizes, dtypes and placements of those that were declared."""
+        if self._runtime_validate and declared is not None:
+            check_declared(cast("PipelineStage", self).stage_index, what, declared, got, in_part=in_part)
 
     def forward_one_chunk(
         self,
@@ -328,17 +252,6 @@ class OneChunkCalls(ReplacedAttributes):
         cast("PipelineStage", self).replica.reduce_gradients()
         self.scale_grads(grad_scale_factor)
 
-    # The peer prepares buffers here. Ours follow from the sizes of each step, so there is nothing to prepare.
-
-    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return ()
-
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        return None
-
 
 def returned(stage: PipelineStage, flight: Flight) -> Any:
     """What the module returned, or as good as that."""
@@ -347,36 +260,5 @@ def returned(stage: PipelineStage, flight: Flight) -> Any:
     return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    leaves, _ = flatten(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(map(text_of, tensors))
-
-
-_LOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda tensor: tensor.shape,
-    "dtype": lambda tensor: tensor.dtype,
-    "placement": lambda tensor: placing_of(OnMesh.of(tensor)),
-}
-
-
-def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    """In what tensors differ first; nothing if they do not."""
-    if len(expected) != len(found):
-        return f"{called}: expected {len(expected)} tensors, got {len(found)}"
-    for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
-        for name, look in _LOOKS.items():
-            if look(wanted) != look(got):
-                return f"{called}[{place}]: {name} mismatch"
-    return ""
-
-
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:
     return value.detach().requires_grad_(requires_grad)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
