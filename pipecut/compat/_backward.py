@@ -54,10 +54,11 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterable[Tensor], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> Gradients:
-    """Add the gradients that were left to the parameters' `.grad`; returns a None for each, as the peer does."""
+    """Add the gradients that were left to the parameters' `.grad`; returns what was there before, as the peer does."""
+    before = tuple(weight.grad for weight in weights)
     for group in param_groups:
         finish(group)
-    return tuple(None for _ in weights)
+    return before
 
 
 def _paired(outputs: Any, grads: Any, chosen: list[int] | None) -> tuple[list[Tensor], list[Tensor | None]]:

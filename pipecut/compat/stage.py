@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..pipe_ir.pipe import PipeInfo
 from ..stage.stage import PipelineStage, WeightRunner, build_stage
 from . import _backward, _debug, _utils
+from .pipe_info import PipeInfo
 from .replaced import replaced
 
 __all__ = ["PipelineStage", "build_stage"]

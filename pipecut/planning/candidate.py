@@ -28,7 +28,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """What comes of a choice. `kept` and `activations` are bytes by rank: those that stay, and those in flight."""
+    """What comes of a choice. `kept` are the bytes by rank that stay, whatever is in flight."""
 
     choice: Choice
     cut: BalancedCut

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import InputError, PlanError
+from ..schedule.action import Op
 from ..schedule.plan import Plan
 from ..schedule.registry import FAMILIES, plan_for
 
@@ -87,13 +88,14 @@ def in_flight(plan: Plan) -> list[float]:
     for row in plan.actions:
         for action in row:
             for leaf in () if action is None else action.leaves:
-                change = CHANGES.get(leaf.op.name, 0)
+                change = HELD.get(leaf.op, 0)
                 held[leaf.stage] += change
                 most[leaf.stage] = max(most[leaf.stage], held[leaf.stage])
     return most
 
 
-CHANGES = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
+# The balance counts a microbatch as a whole until its backward is done; what is left between the halves is finer.
+HELD = {Op.FORWARD: 1, Op.FULL_BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
 
 
 def check_request(ranks: int, batch: int, recompute: object, time_budget: object, speeds: object, cost: object) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -43,12 +40,6 @@ class DeferralRule:
     def _empty(self, step: Step) -> Tensor:
         shape = () if step.spec is None else [int(self._weigh.number(dim)) for dim in step.spec.shape]
         return torch.empty(shape, device="meta")
-
-
-def stages_that_hold(chain: Chain, cuts: Sequence[int]) -> list[bool]:
-    """Which stages of a cut make all gradients at once."""
-    rule = DeferralRule(chain)
-    return [rule.holds(begin, end) for begin, end in itertools.pairwise([0, *cuts, len(chain.times)])]
 
 
 def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:

@@ -22,7 +22,7 @@ MOST_ROWS = 20
 def plan_table(plan: TrainingPlan) -> str:
     """The text of a plan."""
     out = io.StringIO()
-    console = Console(file=out, width=120)
+    console = Console(file=out, width=120, markup=False)
     scheduled = plan.schedule_plan
     again = ", activations computed again" if plan.recompute else ""
     console.print(
@@ -50,8 +50,13 @@ def _bound(plan: TrainingPlan) -> str:
         problem_for(scheduled.placement, scheduled.microbatches, plan.report.costs, [float("inf")] * scheduled.ranks),
         "makespan",
     )
-    gap = plan.step_time / bound - 1
-    return f"no schedule of these stages takes less than {1000 * bound:.4g} ms: at most {gap:.1%} above the best"
+    computing = [span for span in plan.report.timeline if span.action.is_compute]
+    taken = max(span.end for span in computing) - min(span.start for span in computing)
+    aside = ", sums of shared gradients aside" if scheduled.dataflow.ties else ""
+    return (
+        f"no schedule of these stages takes less than {1000 * bound:.4g} ms{aside}: at most {taken / bound - 1:.1%} "
+        "above the best"
+    )
 
 
 def _sums(plan: TrainingPlan) -> str:

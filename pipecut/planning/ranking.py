@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,10 +131,7 @@ class Ranking:
     def _searched(self, candidate: Candidate, seconds: float) -> Candidate | None:
         room = None
         if self.limits is not None:
-            # What is not limited is more than any schedule needs.
-            room = [
-                min(limit, sys.float_info.max) - kept for limit, kept in zip(self.limits, candidate.kept, strict=True)
-            ]
+            room = [limit - kept for limit, kept in zip(self.limits, candidate.kept, strict=True)]
         try:
             found = search_schedule(
                 ranks=candidate.plan.ranks,

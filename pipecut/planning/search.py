@@ -49,6 +49,7 @@ def plan(
     ranks compute; by default this one is measured. `cost="measured"` runs every part of the model, instead of
     computing its time. Print the result for a table of the alternatives.
 
+    `microbatch` is the most samples of one, or several such numbers to choose from.
     A batch need not be a multiple of its microbatches: 10 samples in 4 of them are 3, 3, 2 and 2, and each is priced as
     the largest. Sizes that the model cannot run are left out, and the table says why.
 

@@ -54,7 +54,7 @@ class Comparison:
             numbers = f"{line.predicted:.4g} {self.unit}", f"{line.executed:.4g} {self.unit}", f"{line.ratio:.3f}"
             table.add_row(line.what, *numbers)
         out = io.StringIO()
-        Console(file=out, width=100).print(table)
+        Console(file=out, width=100, markup=False).print(table)
         return out.getvalue().rstrip()
 
 
@@ -105,10 +105,11 @@ def _times_of(op: Op, spans: list[Span]) -> list[float]:
     found = [span for span in spans if span.action.op is op]
     if op is not Op.REDUCE_TIES:
         return [span.end - span.start for span in found]
-    last: dict[int | None, float] = {}
+    starts: dict[int | None, list[float]] = {}
     for span in found:
-        last[span.action.microbatch] = max(span.start, last.get(span.action.microbatch, span.start))
-    return [span.end - last[span.action.microbatch] for span in found]
+        starts.setdefault(span.action.microbatch, []).append(span.start)
+    # Ranks in one process take turns: whoever begins after the end of another was not waited for.
+    return [span.end - max(start for start in starts[span.action.microbatch] if start <= span.end) for span in found]
 
 
 def _of(rank: int, spans: list[Span]) -> list[Span]:

@@ -95,7 +95,7 @@ def _unknown(name: object, others: Iterable[str]) -> PlanError:
     alike = [known for short, known in _NAMES.items() if plain and short.startswith(plain)]
     alike = alike or [_NAMES[short] for short in difflib.get_close_matches(plain, _NAMES, n=3, cutoff=0.6)]
     near = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else ""
-    return PlanError(f"There is no schedule {name!r}.{near} Known are {', '.join((*FAMILIES, *others))}.")
+    return PlanError(f"Unknown schedule name {name!r}.{near} Known are {', '.join((*FAMILIES, *others))}.")
 
 
 def _wrong_chunks(name: str, family: Family, chunks: int) -> PlanError:

@@ -36,12 +36,10 @@ class BalancedCut:
     def words(self) -> str:
         """How even it is: the longest rank, the mean, and what no cut is below."""
         found = self.balance
-        gap = found.bottleneck / found.lower_bound - 1 if found.lower_bound else 0.0
-        proof = "proven best" if found.is_best else f"at most {gap:.1%} above the best"
         return (
             f"the busiest rank takes {_milliseconds(found.bottleneck)} for a microbatch, {found.imbalance:.3f} times "
             f"the mean of {_milliseconds(found.mean)}; no cut takes less than {_milliseconds(found.lower_bound)} "
-            f"({proof})"
+            f"({found.proof})"
         )
 
 
@@ -69,7 +67,8 @@ def balanced_cut(
     if count > blocks.count:
         raise SplitError(
             f"{count} stages were asked for, and this model can be cut into {blocks.count} at the most: there are "
-            f"{blocks.count - 1} places between its modules where a cut leaves work on both sides"
+            f"{blocks.count - 1} places between its modules where a cut leaves work on both sides. Use fewer stages, "
+            "or divide the model into more modules"
         )
 
     def solve(part: Chain, slack: float) -> Balance:

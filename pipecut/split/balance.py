@@ -58,14 +58,18 @@ class Balance:
         """The bottleneck as a multiple of the mean; 1 is perfect."""
         return self.bottleneck / self.mean if self.mean else 1.0
 
-    def __str__(self) -> str:
+    @property
+    def proof(self) -> str:
+        """How far it may be from the best, in words."""
         gap = self.bottleneck / self.lower_bound - 1 if self.lower_bound else 0.0
-        proof = "proven best" if self.is_best else f"at most {gap:.1%} above the best"
+        return "proven best" if self.is_best else f"at most {gap:.1%} above the best"
+
+    def __str__(self) -> str:
         stages = len(self.cuts) + 1
         return (
             f"{stages} stage{'s' * (stages > 1)} on {len(self.loads)} rank{'s' * (len(self.loads) > 1)}: "
             f"bottleneck {self.bottleneck:.4g}, mean {self.mean:.4g} ({self.imbalance:.3f} times the mean), "
-            f"lower bound {self.lower_bound:.4g} ({proof})"
+            f"lower bound {self.lower_bound:.4g} ({self.proof})"
         )
 
 

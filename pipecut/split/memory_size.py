@@ -46,9 +46,11 @@ def _bytes(memory: float | str, name: str) -> float:
 def as_bytes(size: float) -> str:
     """A size in words.
 
-    >>> as_bytes(2_500_000), as_bytes(12)
-    ('2.5 MB', '12 B')
+    >>> as_bytes(2_500_000), as_bytes(12), as_bytes(math.inf)
+    ('2.5 MB', '12 B', 'no limit')
     """
+    if math.isinf(size):
+        return "no limit"
     unit, factor = next((each for each in TOLD if size >= each[1]), TOLD[-1])
     return f"{size / factor:.{DIGITS}g} {unit}"
 

@@ -36,11 +36,12 @@ class Examples:
             tensors_of(self.output_grads, f"{outputs}grads", allow_none=True),
         )
         # The gradients of plain tensors follow from these, whatever was given for them.
-        if any(map(is_distributed, (*(made.input_args or ()), *(made.output_args or ())))):
+        taken, returned = flatten(made.input_args)[0], flatten(made.output_args)[0]
+        if any(map(is_distributed, (*taken, *returned))):
             if made.input_args and made.input_grads:
-                check_gradients(stage_index, made.input_args, made.input_grads, is_input=True)
+                check_gradients(stage_index, tuple(taken), made.input_grads, is_input=True)
             if made.output_args and made.output_grads:
-                check_gradients(stage_index, made.output_args, made.output_grads, is_input=False)
+                check_gradients(stage_index, tuple(returned), made.output_grads, is_input=False)
         return made
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, PipeError
 from ..pipe_ir.pipe import PipeInfo
+from ..pipe_ir.structure import flatten
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .examples import Examples, StageMetadataError
 from .materialization import check_has_memory
@@ -81,7 +82,7 @@ class PipelineStage(OneChunkCalls):
         self.dw_builder = dw_builder
         self.meshes = Meshes(stage_index, get_mesh)
         for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
-            self.meshes.see(given or ())
+            self.meshes.see(flatten(given)[0])
         self.pipe_info = pipe_info
         self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
         self.look_at_wrappers()

@@ -115,7 +115,7 @@ def test_kinds_of_other_numbers_of_stages_a_rank(name: str, fits: int, other: in
 
 
 def test_a_private_name_is_no_schedule() -> None:
-    with pytest.raises(ValueError, match="There is no schedule '_ScheduleForwardOnly'.*Did you mean 'ForwardOnly'"):
+    with pytest.raises(ValueError, match="Unknown schedule name '_ScheduleForwardOnly'.*Did you mean 'ForwardOnly'"):
         schedules.get_schedule_class("_ScheduleForwardOnly")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipecut import PipelineStage, ScheduleGPipe
+from pipecut.compat import _IR, _utils, schedules
 from pipecut.compat._backward import stage_backward, stage_backward_input, stage_backward_weight
 from pipecut.compat.stage import _normalize_model_output_as_tuple, _PipelineStage
 
@@ -115,7 +116,7 @@ def test_backwards_by_the_peers_names() -> None:
         torch.testing.assert_close(inputs, whole)
         torch.testing.assert_close(x.grad, whole[0] * times)
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert stage_backward_weight(model.parameters(), groups) == (None,) * 4
+        assert stage_backward_weight(model.parameters(), groups) == (None,) * 4  # what was there before
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
     only = stage_backward((model(x), "text"), (torch.ones(3, 4), None), [x], outputs_with_grads_idxs=[0])
@@ -194,3 +195,34 @@ def test_gradients_that_wait_may_be_overwritten(factor: float, some: bool) -> No
             torch.testing.assert_close(parameter.grad, gradient * factor)
         else:
             assert parameter.grad is None
+
+
+def test_the_rest_of_a_backward_returns_the_gradients_that_were_there_before() -> None:
+    """They were Nones, also from the second microbatch on."""
+    model, x = perceptron()
+    for _ in range(2):
+        before = tuple(parameter.grad for parameter in model.parameters())
+        _, groups = stage_backward_input([model(x)], [torch.ones(3, 4)], [x], model.parameters())
+        returned = stage_backward_weight(model.parameters(), groups)
+        assert all(one is other for one, other in zip(returned, before, strict=True))
+    assert all(gradient is not None for gradient in before)
+
+
+def test_a_forward_in_an_evaluation_returns_its_output() -> None:
+    """Every stage but the last returned None there."""
+    stages = [PipelineStage(nn.Linear(4, 4), index, 2, "cpu") for index in range(2)]
+    schedule = schedules.ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
+    seen = []
+
+    def forward(action: Any, context: Any) -> None:
+        stage = stages[action.stage_index]
+        args = context.arg_mbs[action.microbatch_index] if stage.is_first else ()
+        seen.append((action.stage_index, stage.forward_one_chunk(action.microbatch_index, args)))
+
+    schedule.register_custom_function(schedules.FORWARD, forward)
+    schedule.eval(torch.ones(4, 4))
+    assert sorted(index for index, output in seen if output is not None) == [0, 0, 1, 1]
+
+
+def test_pipe_info_is_one_class() -> None:
+    assert _utils.PipeInfo is _IR.PipeInfo

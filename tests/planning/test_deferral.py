@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import pipecut
 from pipecut import PipelineStage
 from pipecut.planning.checkpointed import checkpoint_stage
-from pipecut.planning.deferral import pending_bytes, stages_that_hold
+from pipecut.planning.deferral import DeferralRule, pending_bytes
 from pipecut.split.chain_maker import chain_of
 
 WIDTH = 768
@@ -34,7 +34,7 @@ def test_what_a_microbatch_keeps_between_the_halves(rows: int, holds: bool, monk
     chain = chain_of(pipe.traced)
     cuts = [number for number, place in enumerate(chain.places, 1) if place.depth == 0]
     cost = chain.stage_costs(cuts)[1]
-    assert stages_that_hold(chain, cuts)[1] == holds
+    assert DeferralRule(chain).holds(*[*cuts, len(chain.times)][:2]) == holds
     # What the stage was called with, and the gradient that came, were there before.
     there_before = 0 if holds else 2 * x.nbytes
     expected = pending_bytes(cost, holds) - there_before

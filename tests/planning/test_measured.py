@@ -16,7 +16,7 @@ from pipecut import TrainingPlan
 from pipecut.measurement import rehearsal
 from pipecut.measurement.rehearsal import Rehearsal, StageTimes
 from pipecut.measurement.walk import example_values
-from pipecut.planning.deferral import stages_that_hold
+from pipecut.planning.deferral import DeferralRule
 from pipecut.schedule import simulate
 from pipecut.split.chain_maker import chain_of
 from pipecut.split.costs.times import Times
@@ -122,7 +122,8 @@ def test_stages_hold_their_gradients_where_the_estimate_says_so(width: int) -> N
     """One rule decides in the plan and in the stage."""
     net, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(3))), torch.ones(64, width)
     pipe = pipecut.pipeline(net, (x,), split_policy=None, num_stages=3)
-    held = stages_that_hold(chain_of(pipe.traced), (1, 2))
+    rule = DeferralRule(chain_of(pipe.traced))
+    held = [rule.holds(stage, stage + 1) for stage in range(3)]
     seen = [
         not StageWeights(stage.parameters()).pay_for([x.requires_grad_()], on_cpu=True) for stage in pipe.stages[1:]
     ]

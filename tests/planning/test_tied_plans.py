@@ -82,7 +82,9 @@ def test_a_run_of_the_plan_has_its_sums_and_compare_shows_them(tied_plan: Traini
     tokens = torch.randint(50, (8, 4))
     schedule.step(tokens, target=tokens)
     compared = pipecut.compare(tied_plan, schedule.trace())
-    assert [line.what for line in compared.kinds][-1] == "reduce ties"
+    sums = compared.kinds[-1]
+    assert sums.what == "reduce ties"
+    assert sums.executed >= 0  # ranks in one process take turns: the last to come was not waited for
 
 
 def test_a_plan_with_ties_and_alternatives_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -105,9 +107,33 @@ def test_a_printed_plan_tells_its_gap_its_balance_and_the_memory_of_ranks(tied_p
     """The bound was proven, and nothing that a user sees showed it."""
     text = str(tied_plan)
     assert "no schedule of these stages takes less than" in text
-    assert "above the best" in text
+    assert "ms, sums of shared gradients aside: at most" in text
     assert "ms are sums of gradients that ranks share" in text
     assert "balance of the cut: the busiest rank takes" in text
     assert "by analytic times" in text
     assert "rank 0 needs at most" in text
     assert "rank 1 needs at most" in text
+
+
+class Picky(nn.Module):
+    """Says in its error what rich would read as a style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] < 2:
+            raise ValueError("need [/b] more")
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_brackets_in_a_reason_are_printed_as_they_are() -> None:
+    """print(plan) failed with a MarkupError, or left out what stood in brackets."""
+    found = pipecut.plan(
+        Picky(), torch.ones(4, 4), ranks=2, batch=8, schedules=["1F1B"], machine=MACHINE, time_budget=0.0,
+        recompute=False,
+    )  # fmt: skip
+    reasons = [each.reason for each in found.alternatives]
+    assert any("[" in reason for reason in reasons)
+    assert "shape[0]" in "".join(str(found).split()) or "[/b]" in str(found)

@@ -246,7 +246,7 @@ def test_ways_to_write_a_name(written: str, name: str) -> None:
 def test_unknown_name(name: str, offer: str) -> None:
     with pytest.raises(PlanError) as error:
         plan_for(name, ranks=2, microbatches=2)
-    assert str(error.value) == f"There is no schedule {name!r}.{offer} Known are {ALL_NAMES}."
+    assert str(error.value) == f"Unknown schedule name {name!r}.{offer} Known are {ALL_NAMES}."
 
 
 @pytest.mark.parametrize("size", ["ranks", "microbatches", "chunks"])

@@ -105,7 +105,7 @@ def test_a_plan_that_cannot_run() -> None:
 
 
 def test_an_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match="There is no schedule '1F2B'. Did you mean '1F1B'"):
+    with pytest.raises(ValueError, match="Unknown schedule name '1F2B'. Did you mean '1F1B'"):
         get_schedule_class("1F2B")
 
 

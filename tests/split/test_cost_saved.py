@@ -203,3 +203,44 @@ def test_a_view_moves_no_bytes_and_a_lookup_only_what_it_takes() -> None:
     lookup, view = [finder.step(step) for step in traced.steps if step.kind == "op"]
     assert view.bytes_moved == 0
     assert lookup.at({"batch": 2}).bytes_moved == 2 * (2 * 3 * 4 * 4) + 2 * 3 * 8
+
+
+class EinsumsInAutocast(nn.Module):
+    """Products of a float32 weight with what an autocast has made bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for weight in self.weights:
+                x = torch.einsum("bti,ij->btj", x, weight)
+        return x
+
+
+def test_products_inside_an_autocast_are_not_free(caplog: pytest.LogCaptureFixture) -> None:
+    """They were tried outside of it, where the dtypes do not fit: torch wrote a page, and two of three cost nothing."""
+    traced = pipeline(EinsumsInAutocast(), (torch.ones(2, 4, 16),)).traced
+    finder = CostFinder(traced)
+    flops = [finder.step(step).flops for step in traced.steps if "einsum" in str(step.target)]
+    assert len(flops) == 3
+    assert len({str(each) for each in flops}) == 1
+    assert str(flops[0]) != "0"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
+def test_what_is_kept_does_not_depend_on_the_mode_around_the_pricing(around: Callable[[], Any]) -> None:
+    """What was seen in inference mode, where nothing is kept, was remembered for later models too."""
+    width = 24 if around is torch.no_grad else 40  # sizes that nothing else has tried
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    traced = pipeline(model, (torch.ones(2, width),)).traced
+
+    def kept() -> list[str]:
+        finder = CostFinder(traced)
+        return [str([each.bytes for each in finder.saved.of(step)]) for step in traced.steps if step.kind == "op"]
+
+    with around():
+        inside = kept()
+    assert inside == kept()

@@ -64,11 +64,15 @@ def nothing_fits(every: Sequence[Excess]) -> PlanError:
     """The error if none of the known schedules fits, nor one microbatch at a time, with the least that would do."""
     least = min(every, key=lambda each: (each.missing, sum(each.peaks)))
     same = min(least.limits) == max(least.limits)
+    # A rank without a limit keeps none.
+    enough = [
+        limit if math.isinf(limit) else _rounded_up(peak) for peak, limit in zip(least.peaks, least.limits, strict=True)
+    ]
     rank = least.worst
     remedy = (
         f"the least memory_limit that would do is {_rounded_up(max(least.peaks)):.6g}"
         if same
-        else f"the least limits that would do are {[_rounded_up(peak) for peak in least.peaks]}"
+        else f"the least limits that would do are {enough}"
     )
     return PlanError(
         f"No plan fits the memory limit: rank {rank} may hold {least.limits[rank]:.6g}, and {least.name} needs "

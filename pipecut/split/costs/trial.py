@@ -6,9 +6,11 @@ torch runs them without computing anything, and is watched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -19,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...pipe_ir.ambient import ambient_autocast
 from ...pipe_ir.effects import operator_name
 from ...pipe_ir.spec import Dim, TensorSpec
-from ...pipe_ir.traced import HERE, Opaque, Ref, Size, Step, TracedModel
+from ...pipe_ir.traced import HERE, Autocast, Opaque, Ref, Size, Step, TracedModel
 
 Shape = tuple[Dim, ...]
 
@@ -43,6 +46,8 @@ class Call:
     tensors: tuple[TensorSpec, ...]
     device: torch.device
     sizes: tuple[tuple[str, int], ...]
+    autocast: tuple[Autocast, ...]  # the blocks around it, inside of the autocast that all of this runs under
+    ambient: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,9 @@ def _call_of(traced: TracedModel, step: Step) -> Call | None:
         device,
         # A size of 1 would be taken for one that is always 1.
         tuple(sorted((str(symbol), max(2, traced.hints.get(str(symbol), 2))) for symbol in symbols)),
+        # What blocks of one kind do to an operation is the same.
+        tuple(replace(block, number=0) for block in step.context.autocast),
+        ambient_autocast(),
     )
 
 
@@ -133,9 +141,9 @@ def _tried(call: Call) -> Tried | None:
     kept: dict[int, Tensor] = {}
     watch = _Watch(sizes)
     try:
-        with without_memory, watch, torch.enable_grad(), _note_saved(kept):
+        with without_memory, watch, _modes(call), _note_saved(kept):
             result = call.target(*args, **kwargs)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
         # Not every operator can be run without values; it is then judged by its arguments, as custom operators are.
         return None
     given = {_memory(tensor): slot for slot, tensor in enumerate(tensors)}
@@ -146,6 +154,24 @@ def _tried(call: Call) -> Tried | None:
     arguments = tuple(slot for memory, slot in given.items() if memory in kept)
     size: Dim = sum(sizes.dim(tensor.untyped_storage().nbytes()) for tensor in others)
     return Tried(tuple(watch.parts), Kept(arguments, made in kept, size))
+
+
+@contextlib.contextmanager
+def _modes(call: Call) -> Iterator[None]:
+    """As the operation runs in training, whatever mode the model is priced in."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")  # it writes a page for an operation that cannot be tried
+    disabled, told.disabled = told.disabled, True
+    try:
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.enable_grad())
+            for block in call.autocast:
+                modes.enter_context(
+                    torch.autocast(block.device_type, block.dtype, enabled=block.enabled, cache_enabled=False)
+                )
+            yield
+    finally:
+        told.disabled = disabled
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
