@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipecut import PipelineStage, ScheduleGPipe
-from pipecut.compat import _IR, _utils, schedules
+from pipecut.compat import _IR, _utils
 from pipecut.compat._backward import stage_backward, stage_backward_input, stage_backward_weight
 from pipecut.compat.stage import _normalize_model_output_as_tuple, _PipelineStage
 
@@ -206,22 +206,6 @@ def test_the_rest_of_a_backward_returns_the_gradients_that_were_there_before() -
         returned = stage_backward_weight(model.parameters(), groups)
         assert all(one is other for one, other in zip(returned, before, strict=True))
     assert all(gradient is not None for gradient in before)
-
-
-def test_a_forward_in_an_evaluation_returns_its_output() -> None:
-    """Every stage but the last returned None there."""
-    stages = [PipelineStage(nn.Linear(4, 4), index, 2, "cpu") for index in range(2)]
-    schedule = schedules.ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
-    seen = []
-
-    def forward(action: Any, context: Any) -> None:
-        stage = stages[action.stage_index]
-        args = context.arg_mbs[action.microbatch_index] if stage.is_first else ()
-        seen.append((action.stage_index, stage.forward_one_chunk(action.microbatch_index, args)))
-
-    schedule.register_custom_function(schedules.FORWARD, forward)
-    schedule.eval(torch.ones(4, 4))
-    assert sorted(index for index, output in seen if output is not None) == [0, 0, 1, 1]
 
 
 def test_pipe_info_is_one_class() -> None:

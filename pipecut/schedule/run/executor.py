@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...stage.peer_surface import returned
-from ...stage.stage import Flight, PipelineStage
+from ...stage.stage import PipelineStage
 from ..action import Action, Op
 from ..plan import Plan
 from .arguments import Arguments
@@ -108,9 +108,6 @@ class Executor:
         self.gradients.begin(self.batch)
 
     def _forward(self, action: Action) -> None:
-        self._flight_of(action)
-
-    def _flight_of(self, action: Action) -> Flight:
         stage, microbatch = self.stages[action.stage], number(action)
         call = self.arguments.of(stage, microbatch, self.batch)
         self.inputs = call.args
@@ -123,7 +120,6 @@ class Executor:
         self.inputs = None
         for target in self.gradients.users[action.stage]:
             self.mail.hand_over(action.stage, target, microbatch, flight)
-        return flight
 
     def _full_backward(self, action: Action) -> None:
         self.backward_counter[action.stage] += 1
@@ -162,8 +158,9 @@ class Executor:
 
     def forward_one(self, stage: int, microbatch: int) -> Any:
         """Run a forward, and return what the module returned."""
-        flight = self._flight_of(Action(stage, Op.FORWARD, microbatch))
-        if self.stages[stage].is_last:
+        self._forward(Action(stage, Op.FORWARD, microbatch))
+        flight = self.stages[stage].flights.get(microbatch)
+        if flight is None or self.stages[stage].is_last:
             return self.batch.results.get(microbatch)
         return returned(self.stages[stage], flight)
 
