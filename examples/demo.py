@@ -54,7 +54,7 @@ def train(console: Console, options: argparse.Namespace) -> list[Check]:
     console.print(plan.grid(width=118), highlight=False, markup=False)
     uncut = train_uncut(config, options.steps, console)
     runs = train_on_ranks(config, options.ranks, options.steps, str(folder / "plan.json"))
-    executed = executed_timeline(runs)
+    executed = executed_timeline(runs, planned)
     draw(planned, executed, str(folder / "timeline.svg"))
     console.print(str(compare(planned, executed)), highlight=False, markup=False)
     cores = os.cpu_count() or 1

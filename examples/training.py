@@ -117,9 +117,10 @@ def worst_parameter(runs: list[Run], uncut: Run) -> tuple[str, float]:
     return worst, differences[worst]
 
 
-def executed_timeline(runs: list[Run]) -> Timeline:
-    """The last step of all ranks, from its first moment."""
-    spans = [span for run in runs for span in run.spans if span.action.is_compute]
+def executed_timeline(runs: list[Run], planned: TrainingPlan) -> Timeline:
+    """The last step of all ranks, from its first moment: what the plan foretells, without transfers."""
+    foretold = {span.action for span in planned.report.timeline}
+    spans = [span for run in runs for span in run.spans if span.action in foretold]
     begin = min(span.start for span in spans)
     shifted = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
     return Timeline("executed", len(runs), tuple(shifted), "s")

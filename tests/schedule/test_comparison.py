@@ -63,6 +63,10 @@ def test_the_sum_of_a_tie_is_compared_without_the_wait_for_the_last_rank() -> No
     compared = compare(report, replace(report.timeline, spans=tuple(spans)))
     (line,) = [each for each in compared.kinds if "tie" in each.what]
     assert (line.what, line.predicted, line.executed) == ("reduce ties", 4.0, 4.0)
+    # A timeline of the computations alone is that of a whole step too.
+    computed = tuple(span for span in report.timeline if span.action.is_compute)
+    kinds = compare(report, replace(report.timeline, spans=computed)).kinds
+    assert [each.what for each in kinds] == ["forward", "full backward"]
 
 
 def test_a_run_of_a_plan_with_fewer_microbatches() -> None:
