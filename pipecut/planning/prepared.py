@@ -54,13 +54,16 @@ def prepared(
     return Prepared(source, traced, left, dropped, limits, remedies)
 
 
-def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
-    """Refuse to measure where stages cannot run, forward and backward."""
+def check_mode() -> None:
+    """Refuse to plan where nothing could train: what autograd keeps, and what a backward takes, cannot be seen."""
     if torch.is_inference_mode_enabled():
         raise InputError(
-            'cost="measured" runs backwards, and torch.inference_mode() allows none: call plan() outside of it, or use '
-            'cost="analytic"'
+            "plan() prices forwards and backwards, and torch.inference_mode() allows no backward: call it outside of it"
         )
+
+
+def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Refuse to measure where there are not the ranks for it."""
     size = ranks if group is None else dist.get_world_size(group)
     if size % ranks:
         raise InputError(

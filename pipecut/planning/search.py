@@ -17,7 +17,7 @@ from ..split.memory_size import Memory, read_memory
 from .chains import Pricing
 from .choices import all_choices, check_request, known_schedules
 from .facts import facts_of
-from .prepared import Prepared, check_measurable, counts_of, may_recompute, prepared
+from .prepared import Prepared, check_measurable, check_mode, counts_of, may_recompute, prepared
 from .ranking import Ranking
 from .rehearse import rehearse, rehearse_best
 from .together import check_alike, check_member, on_each_rank, on_first_rank
@@ -67,6 +67,7 @@ def plan(
 
     def prepare() -> Prepared:
         check_request(ranks, batch, recompute, time_budget, speeds, cost)
+        check_mode()
         if cost == "measured":
             check_measurable(ranks, group)
         names, limits = known_schedules(schedules), read_memory(memory, ranks)

@@ -129,7 +129,8 @@ def _call_of(traced: TracedModel, step: Step) -> Call | None:
 @functools.lru_cache(maxsize=4096)
 def _tried(call: Call) -> Tried | None:
     sizes = _Sizes(dict(call.sizes))
-    with FakeTensorMode(shape_env=sizes.env) as without_memory:
+    # A tensor that is made in inference mode stays out of autograd for good.
+    with torch.inference_mode(False), FakeTensorMode(shape_env=sizes.env) as without_memory:
         tensors = [sizes.tensor(spec, call.device) for spec in call.tensors]
 
     def real(leaf: Any) -> Any:
@@ -141,7 +142,7 @@ def _tried(call: Call) -> Tried | None:
     kept: dict[int, Tensor] = {}
     watch = _Watch(sizes)
     try:
-        with without_memory, watch, _modes(call), _note_saved(kept):
+        with torch.inference_mode(False), without_memory, watch, _modes(call), _note_saved(kept):
             result = call.target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
         # Not every operator can be run without values; it is then judged by its arguments, as custom operators are.
@@ -163,7 +164,6 @@ def _modes(call: Call) -> Iterator[None]:
     disabled, told.disabled = told.disabled, True
     try:
         with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.enable_grad())
             for block in call.autocast:
                 modes.enter_context(
