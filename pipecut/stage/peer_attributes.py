@@ -47,7 +47,7 @@ class PeerAttributes(ReplacedAttributes):
     def group_rank(self) -> int:
         """The rank of this process in the group; 0 without torch.distributed."""
         given: int | None = self.__dict__.get("group_rank")
-        return given if given is not None else dist.get_rank(self.group) if _is_distributed() else 0
+        return given if given is not None else dist.get_rank(self.group) if is_initialized() else 0
 
     @group_rank.setter
     def group_rank(self, rank: int) -> None:
@@ -57,7 +57,7 @@ class PeerAttributes(ReplacedAttributes):
     def group_size(self) -> int:
         """The size of the group; 1 without torch.distributed."""
         given: int | None = self.__dict__.get("group_size")
-        return given if given is not None else dist.get_world_size(self.group) if _is_distributed() else 1
+        return given if given is not None else dist.get_world_size(self.group) if is_initialized() else 1
 
     @group_size.setter
     def group_size(self, size: int) -> None:
@@ -90,5 +90,6 @@ class PeerAttributes(ReplacedAttributes):
         return None
 
 
-def _is_distributed() -> bool:
+def is_initialized() -> bool:
+    """Whether torch.distributed has been set up in this process."""
     return dist.is_available() and dist.is_initialized()

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...errors import InputError
+from ...stage.peer_attributes import is_initialized
 from ...stage.replica import refuse_ranks_of_pipeline
 from ...stage.stage import PipelineStage
 from ..plan import Plan
@@ -17,7 +18,7 @@ from .failure import BEGIN, Alarm, describe
 from .header import share
 from .in_process import InProcessTransport, PostOffice
 from .meeting import Meeting
-from .membership import check_stages, is_initialized
+from .membership import check_stages
 from .transport import Transport
 
 

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, PipeWarning
+from ...stage.peer_attributes import is_initialized
 from ...stage.stage import PipelineStage
 from ..action import Op
 from ..plan import Plan
@@ -51,11 +51,6 @@ def are_nowhere_else(stages: Sequence[PipelineStage]) -> bool:
     """Whether others are missing that no rank can hold, for there is a process group, and it has one rank only."""
     first = stages[0]
     return is_initialized() and first.group_size == 1 and len(stages) < first.num_stages
-
-
-def is_initialized() -> bool:
-    """Whether torch.distributed has been set up in this process."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:

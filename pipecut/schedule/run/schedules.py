@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...errors import InputError, PipeWarning
+from ...stage.peer_attributes import is_initialized
 from ...stage.stage import PipelineStage
 from ..plan import Plan
 from ..registry import FAMILIES, Family, known_name, plan_for
-from .membership import as_list, checked, is_complete, is_initialized, refuse_compiled
+from .membership import as_list, checked, is_complete, refuse_compiled
 from .schedule import PipelineSchedule
 
 
