@@ -22,16 +22,13 @@ import transformers
 from torch import Tensor, nn
 
 import pipecut
-from pipecut.measurement.chain import measured_chain
-from pipecut.measurement.refinement import refined_cut
-from pipecut.measurement.stage_times import measure_stages
-from pipecut.measurement.walk import example_values
 from pipecut.pipe_ir.traced import TracedModel
+from pipecut.planning.measure import example_values, measure_stages
+from pipecut.planning.measured_chain import measured_chain, refined_cut
 from pipecut.split.automatic import balanced_cut
-from pipecut.split.balance import Blocks, Shared, balance
-from pipecut.split.chain import Chain
-from pipecut.split.chain_maker import chain_of
-from pipecut.split.costs.machine import Machine
+from pipecut.split.balance.solve import Blocks, Shared, balance
+from pipecut.split.chain import Chain, chain_of
+from pipecut.split.cost.machine import Machine
 from pipecut.split.cut import cut_model
 from pipecut.split.points import SplitPlan
 

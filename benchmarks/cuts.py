@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import pipecut
-from pipecut.pipe_ir.trace import trace
+from pipecut.pipe_ir.tracing.run import trace
 from pipecut.split import cut_model, cuts_by_spec
 
 

@@ -22,7 +22,7 @@ import torch
 
 import pipecut
 from examples.gpt import GPT, GPTConfig, random_tokens
-from pipecut.pipe_ir.recorder import Recorder
+from pipecut.pipe_ir.tracing.recorder import Recorder
 
 from .cuts import cut_by_peer, cut_ours, even_cuts
 from .measure import Goal, clock, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table

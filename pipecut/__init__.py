@@ -19,47 +19,48 @@ if TYPE_CHECKING:
     from .errors import SpecError as SpecError
     from .errors import SplitError as SplitError
     from .errors import TraceError as TraceError
-    from .launcher.launch import launch as launch
-    from .launcher.watch import LaunchError as LaunchError
+    from .launcher import LaunchError as LaunchError
+    from .launcher import launch as launch
     from .pipe import Pipe as Pipe
-    from .pipe_ir.marker import pipe_split as pipe_split
-    from .pipe_ir.pipe import Edge as Edge
-    from .pipe_ir.pipe import PipeInfo as PipeInfo
-    from .pipe_ir.pipe import StageInfo as StageInfo
-    from .pipe_ir.pipe import TiedParameter as TiedParameter
-    from .pipe_ir.spec import TensorSpec as TensorSpec
+    from .pipe_ir import Edge as Edge
+    from .pipe_ir import PipeInfo as PipeInfo
+    from .pipe_ir import StageInfo as StageInfo
+    from .pipe_ir import TensorSpec as TensorSpec
+    from .pipe_ir import TiedParameter as TiedParameter
+    from .pipe_ir import pipe_split as pipe_split
     from .planning.search import plan as plan
     from .planning.training_plan import TrainingPlan as TrainingPlan
-    from .schedule.comparison import compare as compare
-    from .schedule.run.failure import StepError as StepError
-    from .schedule.run.schedules import PipelineScheduleMulti as PipelineScheduleMulti
-    from .schedule.run.schedules import PipelineScheduleSingle as PipelineScheduleSingle
-    from .schedule.run.schedules import PlannedSchedule as PlannedSchedule
-    from .schedule.run.schedules import Schedule1F1B as Schedule1F1B
-    from .schedule.run.schedules import ScheduleDualPipeV as ScheduleDualPipeV
-    from .schedule.run.schedules import ScheduleForwardOnly as ScheduleForwardOnly
-    from .schedule.run.schedules import ScheduleGPipe as ScheduleGPipe
-    from .schedule.run.schedules import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
-    from .schedule.run.schedules import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
-    from .schedule.run.schedules import ScheduleLoopedBFS as ScheduleLoopedBFS
-    from .schedule.run.schedules import ScheduleVHalf as ScheduleVHalf
-    from .schedule.run.schedules import ScheduleVMin as ScheduleVMin
-    from .schedule.run.schedules import ScheduleZBH1 as ScheduleZBH1
-    from .schedule.run.schedules import ScheduleZBH2 as ScheduleZBH2
-    from .schedule.run.schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
-    from .schedule.run.schedules import get_schedule_class as get_schedule_class
+    from .run import PipelineScheduleMulti as PipelineScheduleMulti
+    from .run import PipelineScheduleSingle as PipelineScheduleSingle
+    from .run import PlannedSchedule as PlannedSchedule
+    from .run import Schedule1F1B as Schedule1F1B
+    from .run import ScheduleDualPipeV as ScheduleDualPipeV
+    from .run import ScheduleForwardOnly as ScheduleForwardOnly
+    from .run import ScheduleGPipe as ScheduleGPipe
+    from .run import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from .run import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from .run import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from .run import ScheduleVHalf as ScheduleVHalf
+    from .run import ScheduleVMin as ScheduleVMin
+    from .run import ScheduleZBH1 as ScheduleZBH1
+    from .run import ScheduleZBH2 as ScheduleZBH2
+    from .run import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from .run import StepError as StepError
+    from .run import get_schedule_class as get_schedule_class
+    from .schedule import compare as compare
+    from .split import Machine as Machine
     from .split import SplitPoint as SplitPoint
-    from .split.costs.machine import Machine as Machine
-    from .stage.materialization.empty_weights import empty_weights as empty_weights
-    from .stage.materialization.save_stage import save_stage as save_stage
-    from .stage.microbatch import Replicate as Replicate
-    from .stage.microbatch import TensorChunkSpec as TensorChunkSpec
-    from .stage.randomness import random_streams as random_streams
-    from .stage.stage import PipelineStage as PipelineStage
-    from .stage.stage import build_stage as build_stage
-    from .verification.report import Verification as Verification
-    from .verification.report import VerificationError as VerificationError
-    from .verification.verify import verify as verify
+    from .stage import PipelineStage as PipelineStage
+    from .stage import Replicate as Replicate
+    from .stage import TensorChunkSpec as TensorChunkSpec
+    from .stage import build_stage as build_stage
+    from .stage import empty_weights as empty_weights
+    from .stage import random_streams as random_streams
+    from .stage import save_stage as save_stage
+    from .verification import Verification as Verification
+    from .verification import VerificationError as VerificationError
+    from .verification import verify as verify
+
 
 HOMES = {
     ".api": ("pipeline",),
@@ -73,17 +74,12 @@ HOMES = {
         "SplitError",
         "TraceError",
     ),
-    ".pipe_ir.marker": ("pipe_split",),
-    ".launcher.launch": ("launch",),
-    ".launcher.watch": ("LaunchError",),
+    ".launcher": ("LaunchError", "launch"),
     ".pipe": ("Pipe",),
-    ".pipe_ir.pipe": ("Edge", "PipeInfo", "StageInfo", "TiedParameter"),
-    ".pipe_ir.spec": ("TensorSpec",),
+    ".pipe_ir": ("Edge", "PipeInfo", "StageInfo", "TensorSpec", "TiedParameter", "pipe_split"),
     ".planning.search": ("plan",),
     ".planning.training_plan": ("TrainingPlan",),
-    ".schedule.comparison": ("compare",),
-    ".schedule.run.failure": ("StepError",),
-    ".schedule.run.schedules": (
+    ".run": (
         "PipelineScheduleMulti",
         "PipelineScheduleSingle",
         "PlannedSchedule",
@@ -99,17 +95,21 @@ HOMES = {
         "ScheduleZBH1",
         "ScheduleZBH2",
         "ScheduleZBVZeroBubble",
+        "StepError",
         "get_schedule_class",
     ),
-    ".split": ("SplitPoint",),
-    ".split.costs.machine": ("Machine",),
-    ".stage.materialization.empty_weights": ("empty_weights",),
-    ".stage.materialization.save_stage": ("save_stage",),
-    ".stage.microbatch": ("Replicate", "TensorChunkSpec"),
-    ".stage.randomness": ("random_streams",),
-    ".stage.stage": ("PipelineStage", "build_stage"),
-    ".verification.report": ("Verification", "VerificationError"),
-    ".verification.verify": ("verify",),
+    ".schedule": ("compare",),
+    ".split": ("Machine", "SplitPoint"),
+    ".stage": (
+        "PipelineStage",
+        "Replicate",
+        "TensorChunkSpec",
+        "build_stage",
+        "empty_weights",
+        "random_streams",
+        "save_stage",
+    ),
+    ".verification": ("Verification", "VerificationError", "verify"),
 }
 _HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 

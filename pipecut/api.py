@@ -8,26 +8,31 @@ from typing import Any
 from torch import nn
 
 from .errors import InputError, PipeError, SplitError
-from .measurement.automatic import AutomaticCuts, Balancing, CostName
 from .pipe import Pipe
-from .pipe_ir.dynamic import Dynamic
-from .pipe_ir.fixed_dims import warn_of_fixed_dims
-from .pipe_ir.traced import TracedModel
-from .pipe_ir.tracer import ModelTracer, TracerName, check_tracer_name
-from .split import SplitPlan, SplitPoint, SplitPolicy, check_is_uncut, check_split_spec, cut_model
-from .split.hooks import (
+from .pipe_ir import Dynamic, ModelTracer, TracedModel, TracerName, check_tracer_name, warn_of_fixed_dims
+from .planning import AutomaticCuts, Balancing, CostName
+from .split import (
+    Modes,
+    SplitPlan,
+    SplitPoint,
+    SplitPolicy,
+    assign_state,
+    check_is_uncut,
+    check_split_spec,
+    compare_modes,
+    cut_model,
+    cuts_by_marks,
+    cuts_by_policy,
+    cuts_by_spec,
     generated_paths,
     hooks_to_trace,
+    owners_of_shared_buffers,
+    partition,
     refuse_backward_hooks,
     refuse_forgotten,
     warn_of_assigned_attributes,
 )
-from .split.memory_size import Memory
-from .split.modes import Modes, compare_modes
-from .split.partition import partition
-from .split.points import cuts_by_marks, cuts_by_spec
-from .split.policy import cuts_by_policy
-from .split.state import assign_state, owners_of_shared_buffers
+from .text import Memory
 
 
 def pipeline(

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .pipe_ir import pipe as pipe_ir
-from .stage.materialization import CheckpointLike, InitFunction, Values, materialize
-from .stage.stage import PipelineStage, build_stage
+from .stage import CheckpointLike, InitFunction, PipelineStage, Values, build_stage, materialize
 
 
 class Pipe(pipe_ir.Pipe):

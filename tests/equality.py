@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut.pipe_ir.pipe import Pipe
-from pipecut.pipe_ir.trace import trace
+from pipecut.pipe_ir.tracing.run import trace
 from pipecut.split import SplitPoint, cut_model, cuts_by_marks, cuts_by_spec
 from tests.nested_values import Call, assert_same, fresh, tensors_in
 from tests.separate_ranks import SeparateRanks, backward_from

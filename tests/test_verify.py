@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from pipecut import InputError, PipeError, PipelineStage, SplitPoint, pipeline
 from pipecut.launcher.launch import launch
 from pipecut.schedule import plan_for, schedule_names
-from pipecut.verification.compare import compare_tensors, compare_values
-from pipecut.verification.kept import Kept
+from pipecut.verification.compare import Tolerance, compare_tensors, compare_values, tolerance_for
 from pipecut.verification.report import Difference, Verification, VerificationError, by_badness
-from pipecut.verification.tolerance import Tolerance, tolerance_for
+from pipecut.verification.runs import Kept
 from pipecut.verification.verify import verify
 
 LIMIT = 60.0  # seconds: ranks that hang fail with the place where they do

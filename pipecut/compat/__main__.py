@@ -6,8 +6,7 @@ import os
 import runpy
 import sys
 
-from .installing import install
-from .main_script import run_script, run_with_plain_errors
+from .installing import install, run_script, run_with_plain_errors
 
 USAGE = "usage: python -m pipecut.compat [-m module | script.py] [arguments...]"
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
+from ..run.schedule import PipelineSchedule
+from ..run.schedules import PipelineScheduleSingle
 from ..schedule import render
 from ..schedule.action import COMPUTE, Op
 from ..schedule.lower import add_bubbles, drop_bubbles
@@ -14,8 +16,6 @@ from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer
 from ..schedule.plan import Plan
 from ..schedule.registry import FAMILIES
 from ..schedule.render.palette import look
-from ..schedule.run.schedule import PipelineSchedule
-from ..schedule.run.schedules import PipelineScheduleSingle
 from . import schedules as _schedules
 from . import stage as _stage
 from .schedules import get_schedule_class

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..errors import InputError
 from ..schedule.placement import Placement
 from ..stage.examples import check_gradients, tensors_of
-from ..stage.microbatch.distributed_tensor import is_distributed
+from ..stage.microbatch.tensors import is_distributed
 from . import tensor_meta
 from .pipe_info import PipeInfo
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta

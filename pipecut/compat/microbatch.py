@@ -16,8 +16,8 @@ from ..stage.microbatch import TensorChunkSpec, sum_reducer
 from ..stage.microbatch import merge_chunks as _merge
 from ..stage.microbatch import split_args_kwargs_into_chunks as _split_call
 from ..stage.microbatch import split_tensor as _split
-from ..stage.microbatch.distributed_tensor import is_distributed
 from ..stage.microbatch.split import SpecCountError
+from ..stage.microbatch.tensors import is_distributed
 
 __all__ = [
     "TensorChunkSpec",

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InputError
+from ..run import schedules as own
+from ..run.connection import refuse_compiled
+from ..run.custom import ActionContext
+from ..run.inputs import Given
+from ..run.schedule import PipelineSchedule
 from ..schedule import peer_passes
 from ..schedule.action import Op
 from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
-from ..schedule.run import schedules as own
-from ..schedule.run.batch_maker import Given
-from ..schedule.run.custom import ActionContext
-from ..schedule.run.membership import refuse_compiled
-from ..schedule.run.schedule import PipelineSchedule
 from ..stage.stage import PipelineStage
 from . import _utils
 from . import microbatch as _microbatch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..stage.examples import StageMetadataError
-from ..stage.microbatch.distributed_tensor import is_distributed
+from ..stage.microbatch.tensors import is_distributed
 
 MeshKey: TypeAlias = tuple[Any, Any]
 Strides: TypeAlias = tuple[int, ...]

@@ -11,8 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..errors import PipeError
-from .meeting import Failure, Meeting, Report
-from .rank import INTERRUPTED, SHOW_STACK
+from .rank import INTERRUPTED, SHOW_STACK, Failure, Meeting, Report
 
 PATIENCE = 5.0  # seconds for the rank with the fault to report it, once others have lost their connection to it
 GRACE = 2.0  # seconds between asking a rank to end and ending it

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import InputError
-from .dynamic import NOTHING_ASKED, DynamicDims, read_dynamic
-from .size_faults import size_faults
+from .sizes.dynamic import NOTHING_ASKED, DynamicDims, Place, read_dynamic
+from .sizes.faults import size_faults
 from .structure import Atom, Structure, flatten, unflatten
 from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
 
@@ -199,3 +200,58 @@ def _same_value(fixed: Any, value: Any) -> bool:
 
 def _brief(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+# MERGED: The torch.autocast that a call is made under: a trace holds for the dtypes that it gives.
+
+
+def ambient_autocast() -> str:
+    """In words, '' if it is off.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     ambient_autocast()
+    'bfloat16 on cpu'
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    on = [device for device in devices if torch.is_autocast_enabled(device)]
+    return ", ".join(f"{str(torch.get_autocast_dtype(device)).removeprefix('torch.')} on {device}" for device in on)
+
+
+# MERGED: Examples with sizes of 1, enlarged for a trace.
+# MERGED:
+# MERGED: Much is different for one sample: rows are broadcast, every layout is contiguous. A trace would hold for it alone.
+# MERGED: Only shapes matter to a trace, so that the same rows twice do as well.
+
+
+_BATCH = 2
+_OTHERS = (3, 5, 7, 11, 13)  # apart from each other, so that no two sizes are taken for one
+
+
+def sizes_of_one(example: Example) -> list[Place]:
+    """The dims of an example that are to be symbolic and have size 1."""
+    shapes = [tuple(tensor.shape) for tensor in example.tensors]
+    return sorted(place for place in example.dynamic.symbolic(shapes) if shapes[place[0]][place[1]] == 1)
+
+
+def with_fixed(example: Example, places: Iterable[Place]) -> Example:
+    """The same example with some sizes fixed as they are."""
+    return replace(example, dynamic=replace(example.dynamic, fixed=example.dynamic.fixed | frozenset(places)))
+
+
+def enlarged(example: Example, small: Iterable[Place]) -> tuple[torch.Tensor, ...]:
+    """The tensors of an example with these sizes of 1 made larger."""
+    names, others = example.dynamic.names, itertools.cycle(_OTHERS)
+
+    def size_called(place: Place) -> str | Place:
+        return names.get(place, "batch" if place[1] == 0 else place)
+
+    sizes = {size_called(place): _BATCH for place in small if place[1] == 0}
+    for place in small:
+        if size_called(place) not in sizes:
+            sizes[size_called(place)] = next(others)
+    tensors = list(example.tensors)
+    for nth, dim in small:
+        repeated = torch.cat([tensors[nth].detach()] * sizes[size_called((nth, dim))], dim)
+        tensors[nth] = repeated.requires_grad_(tensors[nth].requires_grad)
+    return tuple(tensors)

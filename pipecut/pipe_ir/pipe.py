@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import InputError, PipeError
-from .explain import Explanation, explain
 from .flat_output import FlatOutput
 from .inputs import bind_inputs
-from .show import describe, readable
+from .report import Explanation, describe, explain, readable
+from .sizes.symbols import sizes_of
 from .spec import TensorSpec
-from .symbols import sizes_of
 from .traced import TracedCall, TracedModel
 
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import InputError, PlanError
-from ..schedule.action import Op
-from ..schedule.plan import Plan
-from ..schedule.registry import FAMILIES, plan_for
+from ..schedule import FAMILIES, Op, Plan, plan_for
 
 # Schedules that train; which of them fit is found out.
 TRAINING = tuple(name for name in FAMILIES if name != "ForwardOnly")

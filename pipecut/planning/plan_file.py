@@ -12,13 +12,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from ..errors import InputError, PipeError
-from ..pipe_ir.inputs import read_example
-from ..schedule.costs import Costs
-from ..schedule.link import Link
-from ..schedule.placement import Placement
-from ..schedule.plan import Plan
-from ..schedule.rules import Dataflow
-from ..schedule.simulate import simulate
+from ..pipe_ir import read_example
+from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
 from .choices import Choice, largest_microbatch
 from .training_plan import Alternative, Source, TrainingPlan, fingerprint
 

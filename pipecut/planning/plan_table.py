@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ..schedule.auto.bound import lower_bound
-from ..schedule.auto.problem import problem_for
-from ..split.balance import as_bytes
+from ..schedule import lower_bound, problem_for
+from ..split import as_bytes
 from .choices import Choice
 
 if TYPE_CHECKING:
     from .training_plan import TrainingPlan
+
 
 MOST_ROWS = 20
 

@@ -2,26 +2,108 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from ..errors import PipeError, PlanError, SplitError
-from ..measurement.rehearsal import StageTimes
-from ..schedule.auto.search import search_schedule
-from ..schedule.placement import Placement
-from ..schedule.report import Report
-from ..split.automatic import giant_in
-from ..split.balance import TooLittleMemoryError
-from ..split.chain import Chain
-from ..split.points import SplitPlan
-from .candidate import Candidate, make_candidate
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import InputError, PipeError, PlanError, SplitError
+from ..pipe_ir import HOOK_DICTS, TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
+from ..schedule import Placement, Report, search_schedule
+from ..split import Chain, SplitPlan, TooLittleMemoryError, Weights, cut_model, giant_in, mean_of
+from .candidate import Candidate, make_candidate, nothing_fits
 from .choices import Choice, in_flight
-from .runnable import nothing_runs
-from .shortage import nothing_fits
-from .stages import Stages
-from .training_plan import Alternative
+from .costs import Stages
+from .group import on_all_ranks, on_each_rank, on_first_rank
+from .measure import Rehearsal, StageFailure, StageTimes
+from .training_plan import Alternative, Source
+
+# MERGED: Whether the model runs with other numbers of samples than the example has: tried on stand-ins, which hold no data.
+
+
+def refused_sizes(traced: TracedModel, source: Source, sizes: Iterable[int]) -> dict[int, str]:
+    """Numbers of samples that the model cannot take, and why. What a run on stand-ins cannot tell is not refused."""
+    example = traced.hints.get("batch")
+    others = sorted(set(sizes) - {example})
+    found = {size: fault for size in others for fault in [_broken_condition(traced, size)] if fault}
+    unsettled = [size for size in others if size not in found]
+    if example is not None and unsettled:
+        trial = _Trial(traced, source)
+        if trial.failure(example) is None:  # otherwise the model cannot run on stand-ins at all
+            found |= {size: fault for size in unsettled for fault in [trial.failure(size)] if fault}
+    return {size: f"the model does not run with {size} sample{'s' * (size > 1)}: {why}" for size, why in found.items()}
+
+
+def nothing_runs(reasons: Iterable[str]) -> InputError:
+    """The error where no size is left."""
+    return InputError(
+        f"{'; '.join(dict.fromkeys(reasons))}. No other size of microbatches was to be tried: use a larger batch or "
+        "fewer ranks, or say which sizes to try with microbatch="
+    )
+
+
+def _broken_condition(traced: TracedModel, size: int) -> str | None:
+    """What the model's own forward decided for the example, and would decide otherwise."""
+    sizes = {**traced.hints, "batch": size}
+    values = {symbol: sizes[str(symbol)] for symbol in traced.dims if str(symbol) in sizes}
+    for condition in traced.conditions:
+        # A module that stays whole decides anew; the model itself is cut, and does not.
+        if condition.span_begin == traced.root.begin and condition.holds.subs(values) == sympy.false:
+            return f"{condition.source} was traced with {condition}"
+    return None
+
+
+class _Trial:
+    """Forwards of a copy of the model whose tensors hold no data."""
+
+    def __init__(self, traced: TracedModel, source: Source) -> None:
+        self.traced = traced
+        model, self.args, self.kwargs = source
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = clone(model)
+        stand_in_for_meta(self.model, (), self.mode)
+        for module in self.model.modules():
+            for name in HOOK_DICTS:
+                getattr(module, name).clear()
+
+    def failure(self, size: int) -> str | None:
+        """What a forward with so many samples fails with."""
+        try:
+            with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(), self.mode:
+                warnings.simplefilter("ignore")
+                args, kwargs = self._call(size)
+                self.model(*args, **kwargs)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return None
+
+    def _call(self, size: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        weigh = Weights(self.traced, {**self.traced.hints, "batch": size})
+        shapes = {
+            id(value): [int(weigh.number(dim)) for dim in spec.shape]
+            for index, value in bind_inputs(self.traced.call, self.args, self.kwargs).items()
+            for spec in [self.traced.steps[index].spec]
+            if spec is not None
+        }
+        leaves, structure = flatten((self.args, self.kwargs))
+        args, kwargs = unflatten(structure, [_sized(leaf, shapes.get(id(leaf))) for leaf in leaves])
+        return args, kwargs
+
+
+def _sized(leaf: Any, shape: list[int] | None) -> Any:
+    if not isinstance(leaf, Tensor) or shape is None:
+        return leaf
+    return torch.empty(shape, dtype=leaf.dtype, device="cpu")
+
 
 BEST = 3  # cuts whose stages are run if costs are measured, and for which a schedule of their own is searched
 
@@ -164,3 +246,74 @@ def _is_v(placement: Placement) -> bool:
     ranks = placement.ranks
     return placement.stages == 2 * ranks and placement.rank_of[ranks] == ranks - 1 and ranks > 1
 
+
+# MERGED: The stages of a cut, run by whoever would hold them: all ranks of a group at once, or this process one by one.
+
+
+Result = TypeVar("Result")
+
+
+def rehearse_best(
+    ranking: Ranking,
+    best: Sequence[Audition],
+    rehearsing: Callable[[Audition], dict[int, StageTimes] | str],
+    group: dist.ProcessGroup | None,
+) -> list[dict[int, StageTimes]]:
+    """The times of the best cuts. A size of microbatches with which stages fail is dropped, and others are tried."""
+    seen: dict[Choice, dict[int, StageTimes] | str] = {}
+    while True:
+        for each in best:
+            if each.choice not in seen:
+                seen[each.choice] = rehearsing(each)
+        found = [seen[each.choice] for each in best]
+        failed = {
+            each.choice.microbatch: times for each, times in zip(best, found, strict=True) if isinstance(times, str)
+        }
+        if not failed:
+            return [times for times in found if not isinstance(times, str)]
+        best = on_first_rank(group, functools.partial(ranking.without, failed))
+
+
+def rehearse(
+    traced: TracedModel,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    tell: Callable[[str], None],
+    audition: Audition,
+) -> dict[int, StageTimes] | str:
+    """The times of every stage, or why they do not run. In a group of several pipelines the mean of the copies."""
+    choice, ranks = audition.choice, audition.stages_of
+
+    def prepare() -> Callable[[], dict[int, StageTimes]]:
+        tell(f"running the stages of {choice.schedule}")
+        pipe = cut_model(traced, audition.cut)
+        rehearsal = Rehearsal(pipe, args, kwargs, {"batch": choice.microbatch}, recompute=choice.recompute)
+        if group is not None:
+            return rehearsal.prepare(ranks[dist.get_rank(group) % len(ranks)], audition.in_flight)
+        # One rank after the other, so that the copies of one are gone before those of the next are made.
+        return lambda: {
+            index: each for held in ranks for index, each in rehearsal.prepare(held, audition.in_flight)().items()
+        }
+
+    ready = on_each_rank(group, functools.partial(_attempt, prepare))
+    found = on_all_ranks(group, functools.partial(_attempt, ready) if callable(ready) else lambda: ready)
+    failures = [each for each in found if isinstance(each, str)]
+    if failures:
+        samples = f"{choice.microbatch} sample{'s' * (choice.microbatch > 1)}"
+        return f"the model does not run with {samples}: {failures[0]}"
+    times = [each for each in found if not isinstance(each, str)]
+    return {index: _mean([each[index] for each in times if index in each]) for held in ranks for index in held}
+
+
+def _attempt(call: Callable[[], Result]) -> Result | str:
+    """What a call gives, or why a stage failed in it."""
+    try:
+        return call()
+    except StageFailure as failure:
+        return str(failure)
+
+
+def _mean(copies: list[StageTimes]) -> StageTimes:
+    full = statistics.fmean(copy.full_backward for copy in copies)
+    return StageTimes(mean_of([copy.split for copy in copies]), full)

@@ -3,25 +3,176 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import PipeWarning
-from ..pipe_ir.tracer import ModelTracer
-from ..split.costs.machine import Machine
-from ..split.memory_size import Memory, read_memory
-from .chains import Pricing
-from .choices import all_choices, check_request, known_schedules
-from .facts import facts_of
-from .prepared import Prepared, check_measurable, check_mode, counts_of, may_recompute, prepared
-from .ranking import Ranking
-from .rehearse import rehearse, rehearse_best
-from .together import check_alike, check_member, on_each_rank, on_first_rank
-from .training_plan import Alternative, TrainingPlan, fingerprint
+from ..errors import InputError, PipeWarning
+from ..pipe_ir import ModelTracer, TracedModel, flatten
+from ..split import Machine, changed_state
+from ..text import Memory, read_memory
+from .candidate import remedies_of
+from .choices import Choice, all_choices, check_request, known_schedules, microbatch_counts
+from .costs import Pricing
+from .group import check_alike, check_member, on_each_rank, on_first_rank
+from .ranking import Ranking, nothing_runs, refused_sizes, rehearse, rehearse_best
+from .training_plan import Alternative, Source, TrainingPlan, fingerprint
+
+# MERGED: What is there before costs are known: the trace, the sizes of microbatches, and all choices.
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was found to be sound. `limits` are the bytes of each rank.
+
+    `dropped` are choices with microbatches that the model cannot run, and why.
+    """
+
+    source: Source
+    traced: TracedModel
+    choices: Sequence[Choice]
+    dropped: Mapping[Choice, str]
+    limits: Sequence[float] | None
+    remedies: Sequence[str]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of microbatches, without those that the model cannot run."""
+        return sorted({choice.microbatch for choice in self.choices})
+
+
+def prepared(
+    source: Source, traced: TracedModel, choices: Sequence[Choice], batch: int, limits: Sequence[float] | None
+) -> Prepared:
+    """The choices that the model can run, apart from the others; an error if there are none."""
+    sizes = {choice: {choice.microbatch, batch // choice.microbatches} for choice in choices}
+    refused = refused_sizes(traced, source, set().union(*sizes.values()))
+    dropped = {choice: refused[size] for choice, each in sizes.items() for size in sorted(each) if size in refused}
+    left = [choice for choice in choices if choice not in dropped]
+    if not left:
+        raise nothing_runs(dropped.values())
+    remedies = remedies_of(left, True in may_recompute(traced, "auto"))
+    return Prepared(source, traced, left, dropped, limits, remedies)
+
+
+def check_mode() -> None:
+    """Refuse to plan where nothing could train: what autograd keeps, and what a backward takes, cannot be seen."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "plan() prices forwards and backwards, and torch.inference_mode() allows no backward: call it outside of it"
+        )
+
+
+def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Refuse to measure where there are not the ranks for it."""
+    size = ranks if group is None else dist.get_world_size(group)
+    if size % ranks:
+        raise InputError(
+            f'plan(ranks={ranks}, group=...): cost="measured" runs the stages of {ranks} ranks, and the group has '
+            f"{size}: pass a group whose size is a multiple of {ranks}, a number of ranks that divides {size}, or "
+            'cost="analytic"'
+        )
+
+
+def counts_of(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
+    """The numbers of microbatches to try."""
+    if "batch" not in {str(symbol) for symbol in traced.dims}:
+        return [batch // _only_size(traced, microbatch, batch)]
+    if microbatch is None:
+        return microbatch_counts(batch, ranks)
+    given = (
+        [microbatch] if isinstance(microbatch, int) else list(microbatch) if isinstance(microbatch, Sequence) else []
+    )
+    wrong = [size for size in given if type(size) is not int or size < 1 or size > batch]
+    if wrong or not given:
+        raise InputError(f"microbatch={microbatch!r}: give sizes from 1 to the batch, {batch}")
+    return list(dict.fromkeys(-(-batch // size) for size in given))
+
+
+def _only_size(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int) -> int:
+    """The size of microbatches for which the trace holds."""
+    fixed = traced.hints.get("batch")
+    example = next((entry.spec for entry in traced.inputs if entry.spec is not None and entry.spec.shape), None)
+    size = int(example.shape[0]) if example is not None else fixed or 1
+    if microbatch not in (None, size):
+        raise InputError(
+            f"microbatch={microbatch!r}: the trace holds for microbatches of {size} samples only, as in the example"
+        )
+    if batch % size:
+        raise InputError(
+            f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is no multiple of "
+            "that: pass an example of another size"
+        )
+    return size
+
+
+def may_recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
+    """Whether activations may be computed again: not where a forward changes buffers, which it would do twice."""
+    changed = sorted(changed_state(traced))
+    if changed and recompute is True:
+        raise InputError(
+            f"recompute=True runs forwards twice, and this model's forward changes {changed[0]!r}: it would be changed "
+            "twice; put the model in evaluation mode, or leave recompute at 'auto'"
+        )
+    if recompute == "auto":
+        return (False,) if changed else (False, True)
+    return (bool(recompute),)
+
+
+# MERGED: What ranks that plan together must agree on, as short texts that can be sent and shown.
+
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def facts_of(asked: Mapping[str, object], traced: TracedModel, source: Source) -> dict[str, str]:
+    """The facts by their names; the first that differs is shown."""
+    model, args, kwargs = source
+    facts = {"the model": fingerprint(model), "the mode of the model": _mode(model)}
+    facts |= {name: _text(value) for name, value in asked.items()}
+    facts["the example"] = ", ".join(map(_leaf, flatten((args, kwargs))[0]))
+    # Two models may have the same parameters, and compute other things with them.
+    operations = [_operation(step.target) for step in traced.steps if step.kind == "op"]
+    spans = [f"{span.kind} {span.label}" for span in traced.spans()]
+    facts["what was traced"] = f"{len(operations)} operations ({_digest([*operations, *spans])})"
+    return facts
+
+
+def _text(value: object) -> str:
+    """A list and a tuple of the same are the same."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def _mode(model: nn.Module) -> str:
+    evaluated = [name for name, module in model.named_modules() if not module.training]
+    if not evaluated:
+        return "training"
+    if len(evaluated) == sum(1 for _ in model.modules()):
+        return "evaluation"
+    return f"evaluation in {len(evaluated)} modules, {evaluated[0]!r} among them ({_digest(evaluated)})"
+
+
+def _leaf(value: Any) -> str:
+    """Values of tensors may differ; what the trace fixes may not."""
+    if isinstance(value, Tensor):
+        gradient = " with a gradient" if value.requires_grad else ""
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{gradient}"
+    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+
+
+def _operation(target: Any) -> str:
+    """No address in memory, as the text of a callable may have it."""
+    return str(getattr(target, "__name__", type(target).__name__))
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
 
 
 def plan(

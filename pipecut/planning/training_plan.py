@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..api import cut_where
+from ..errors import InputError, SplitError
 from ..pipe import Pipe
-from ..schedule.lower import drop_reduce_ties
-from ..schedule.plan import Plan
-from ..schedule.report import Report
-from ..schedule.run.schedules import PlannedSchedule
+from ..pipe_ir import TracedModel
+from ..run import PlannedSchedule
+from ..schedule import Plan, Report, drop_reduce_ties
+from ..split import SplitPlan, chain_of
 from .candidate import Candidate
-from .checkpointed import check_runs_twice, checkpoint_stage
 from .choices import Choice
-from .cut_again import cut_at_labels
+from .costs import check_runs_twice, checkpoint_stage
 from .plan_table import plan_table
+
+# MERGED: A model cut where a plan says, by the words for its cuts.
+
+
+def cut_at_labels(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, labels: Sequence[str]
+) -> Pipe:
+    """Trace the model and cut it at these places."""
+
+    def find_cuts(traced: TracedModel) -> SplitPlan:
+        places = {place.cut.label: place.cut for place in chain_of(traced).places}
+        missing = [label for label in labels if label not in places]
+        if missing:
+            raise SplitError(
+                f"{missing[0]}, which the plan asks for, is no place where this model can be cut: make the plan again "
+                "with pipecut.plan()"
+            )
+        return SplitPlan(tuple(places[label] for label in labels))
+
+    return cut_where(model, args, kwargs, find_cuts)
+
 
 Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

@@ -12,9 +12,8 @@ rank 1 │ ·   1F0 1B0 1F1 1B1 ·
 from . import lower, render
 from .action import Action, Op, overlap, parse_action, transfer
 from .auto import FoundPlan, auto_schedule, search_schedule
-from .comparison import Comparison, compare
-from .costs import Costs
-from .link import Link
+from .compare import Comparison, compare
+from .costs import Costs, Link
 from .placement import Placement
 from .plan import Plan
 from .registry import plan_for, schedule_names
@@ -52,3 +51,16 @@ __all__ = [
     "simulate",
     "transfer",
 ]
+from .action import RECEIVES as RECEIVES
+from .auto.problem import problem_for as problem_for
+from .auto.timing import lower_bound as lower_bound
+from .lower import add_reduce_grad as add_reduce_grad
+from .lower import add_reduce_ties as add_reduce_ties
+from .lower import drop_reduce_ties as drop_reduce_ties
+from .lower.transfers import add_transfers as add_transfers
+from .plan import load_csv as load_csv
+from .plan import save_csv as save_csv
+from .registry import FAMILIES as FAMILIES
+from .registry import Family as Family
+from .registry import known_name as known_name
+from .walk import Walk as Walk

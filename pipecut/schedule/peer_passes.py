@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ..errors import PlanError
 from .action import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Op
 from .lower import add_transfers
-from .lower.backwards import merge_row
+from .lower.reorder import merge_row
 from .lower.sharding import GIVES_WEIGHT_GRADIENT, shard_row, spliced
 from .peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer, row_as_peer, row_from_peer
 from .placement import Placement

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
+from os.path import isdir
+from pathlib import Path
 
 from ..errors import PlanError
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
@@ -122,7 +126,6 @@ class Plan:
         Every action stands in the first step in which it can run if each takes one; a plan that cannot run to its end
         is shown as it is written.
         """
-        from .grid import grid_text
         from .lower import add_bubbles
 
         return grid_text(add_bubbles(self, allow_stuck=True), width=width)
@@ -145,7 +148,6 @@ class Plan:
 
         A file has the actions only: give a placement and a dataflow that cannot be read from them to `load_csv` again.
         """
-        from .csv_file import save_csv
 
         save_csv(self, path)
 
@@ -165,7 +167,6 @@ class Plan:
 
         `ragged=True` takes lines of different lengths: the short ones end in bubbles.
         """
-        from .csv_file import load_csv
 
         rows = load_csv(path, ragged=ragged)
         name = name if name is not None else str(path)
@@ -236,3 +237,165 @@ def _dataflow_of(leaves: Sequence[Action], stages: int) -> Dataflow:
     inside = {(maker, user) for maker, user in sent | back if 0 <= maker < user < stages}
     chain = Dataflow.chain(stages)
     return replace(chain, activations=chain.activations | inside, gradients=chain.gradients | (back & inside))
+
+
+# MERGED: A plan as a text grid: a row for each rank, a column for each step.
+
+
+BUBBLE = "·"
+
+
+def grid_text(plan: Plan, *, width: int | None = None) -> str:
+    """The grid of a plan as it is written."""
+    return table([[_cell(action) for action in row] for row in plan.actions], width=width)
+
+
+def marked_grid(plan: Plan, rank: int, step: int, missing: Action | None = None, *, around: int = 6) -> str:
+    """The rows of a plan as written, near one place, which stands in square brackets, or what is missing there."""
+    longest = max(step + 1, *map(len, plan.actions))
+    first, last = max(0, step - around), min(step + around + 1, longest)
+    top = max(0, rank - around)
+    rows = []
+    for row_rank, row in enumerate(plan.actions[top : rank + around + 1], start=top):
+        cells = [_cell(action) for action in row[first:last]]
+        if row_rank == rank:
+            cells += [f"{_cell(missing)}?"] if step == len(row) else []
+            cells[step - first] = f"[{cells[step - first]}]"
+        rows.append(cells)
+    return f"steps {first} to {last - 1}:\n{table(rows, first_rank=top)}"
+
+
+def table(rows: Sequence[Sequence[str]], *, width: int | None = None, first_rank: int = 0) -> str:
+    """Cells as lines of text, the columns under each other."""
+    steps = max((len(row) for row in rows), default=0)
+    sizes = [max((len(row[step]) for row in rows if step < len(row)), default=1) for step in range(steps)]
+    names = [f"rank {rank}" for rank in range(first_rank, first_rank + len(rows))]
+    margin = max(map(len, names), default=0)
+    blocks = []
+    for start, stop in _blocks(sizes, margin + 3, width):
+        lines = []
+        for name, row in zip(names, rows, strict=True):
+            cells = (cell.ljust(size) for cell, size in zip(row[start:stop], sizes[start:stop], strict=False))
+            lines.append(f"{name:<{margin}} │ {' '.join(cells)}".rstrip())
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _blocks(sizes: Sequence[int], margin: int, width: int | None) -> list[tuple[int, int]]:
+    """Runs of columns that fit in the width, at least one column each."""
+    if width is None:
+        return [(0, len(sizes))]
+    blocks, start, used = [], 0, margin
+    for step, size in enumerate(sizes):
+        if used + size > width and step > start:
+            blocks.append((start, step))
+            start, used = step, margin
+        used += size + 1
+    return [*blocks, (start, len(sizes))]
+
+
+def _cell(action: Action | None) -> str:
+    return BUBBLE if action is None else repr(action)
+
+
+# MERGED: Writes what was drawn or planned to a file.
+
+
+FilePath = str | PathLike[str]
+
+
+def saved(text: str, path: FilePath | None) -> str:
+    """The text itself, also written to a file if a path is given."""
+    if path is None:
+        return text
+    file = Path(path)
+    try:
+        file.write_text(text, encoding="utf-8", newline="\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"Cannot write '{path}' ({reason}): {_remedy(file)}") from error
+    return text
+
+
+def _remedy(file: Path) -> str:
+    if "\0" in str(file):
+        return "a path has no null character; give another one."
+    if isdir(file):  # unlike the method of Path, it takes a name that is too long
+        return f"that is a directory; give a file in it, such as '{file / 'plan'}'."
+    if not isdir(file.parent):
+        return f"there is no directory '{file.parent}'; create it first, or give another path."
+    return "give a path that you may write to."
+
+
+# MERGED: Plans as CSV files: one line a rank, one cell a step, an empty cell for a bubble.
+
+
+class MissingFileError(PlanError, FileNotFoundError):
+    """There is no such plan. It is a FileNotFoundError too, as of any file that is opened."""
+
+
+def save_csv(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write a plan; lines are filled up with empty cells to one length, so that a torn file is seen when it is read."""
+    steps = max(map(len, plan.actions))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in plan.actions:
+        writer.writerow(["" if action is None else repr(action) for action in row] + [""] * (steps - len(row)))
+    saved(text.getvalue(), path)
+
+
+def load_csv(path: str | PathLike[str], *, ragged: bool = False) -> Rows:
+    """The actions of every rank, without the empty cells at the end of a line."""
+    lines = _read_cells(path, _read_text(Path(path)))
+    longest = max(len(cells) for _, cells in lines)
+    rows = []
+    for rank, (number, cells) in enumerate(lines):
+        if len(cells) != longest and not ragged:
+            raise PlanError(
+                f"{path}, line {number}: ends after column {len(cells)}, while the longest line has {longest} cells. "
+                "Fill it up with empty cells, or load the file with ragged=True if the rest is meant to be idle."
+            )
+        rows.append(_parse_line(path, rank, number, cells))
+    return tuple(rows)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
+        raise PlanError(
+            f"{path}, line {line}, character {column}: byte 0x{error.object[error.start]:02x} is not UTF-8. "
+            "Save the file as UTF-8."
+        ) from None
+    except FileNotFoundError as error:
+        raise MissingFileError(f"Cannot read the plan {path}: {error.strerror}.") from error
+    except OSError as error:
+        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from error
+
+
+def _read_cells(path: str | PathLike[str], text: str) -> list[tuple[int, list[str]]]:
+    """(line number, cells), without the blank lines at the end."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader]
+    except csv.Error as error:
+        raise PlanError(f"{path}, line {reader.line_num}: this is not CSV: {error}.") from None
+    while lines and not any(cell.strip() for cell in lines[-1][1]):
+        lines.pop()
+    if not lines:
+        raise PlanError(f"{path}, line 1, column 1: the file has no action. Write one line a rank, such as 0F0,0B0.")
+    return lines
+
+
+def _parse_line(path: str | PathLike[str], rank: int, number: int, cells: list[str]) -> tuple[Action | None, ...]:
+    row: list[Action | None] = []
+    for column, cell in enumerate(cells, start=1):
+        try:
+            row.append(parse_action(cell))
+        except PlanError as error:
+            raise PlanError(f"{path}, line {number}, column {column} (rank {rank}): {error}") from None
+    while row and row[-1] is None:
+        row.pop()
+    return tuple(row)

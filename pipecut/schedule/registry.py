@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from . import families
-from .collector import collector_paused
 from .placement import positive
 from .plan import Plan
+from .walk import collector_paused
 
 
 @dataclass(frozen=True)

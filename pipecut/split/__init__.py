@@ -1,9 +1,8 @@
 """Where and how to cut a traced model."""
 
+from .build import check_is_uncut
 from .cut import cut_model
-from .points import SplitPlan, SplitPoint, check_split_spec, cuts_by_marks, cuts_by_spec
-from .policy import SplitPolicy
-from .unflatten import check_is_uncut
+from .points import SplitPlan, SplitPoint, SplitPolicy, check_split_spec, cuts_by_marks, cuts_by_spec
 
 __all__ = [
     "SplitPlan",
@@ -15,3 +14,39 @@ __all__ = [
     "cuts_by_marks",
     "cuts_by_spec",
 ]
+from .automatic import BalancedCut as BalancedCut
+from .automatic import balanced_cut as balanced_cut
+from .automatic import giant_in as giant_in
+from .automatic import same_cuts as same_cuts
+from .automatic import warn_of_a_giant as warn_of_a_giant
+from .balance.chunked import ChunkedCuts as ChunkedCuts
+from .balance.least_memory import leanest_cuts as leanest_cuts
+from .balance.problem import Array as Array
+from .balance.solve import Blocks as Blocks
+from .balance.solve import Ranks as Ranks
+from .balance.solve import TooLittleMemoryError as TooLittleMemoryError
+from .balance.solve import as_bytes as as_bytes
+from .balance.solve import balance_of as balance_of
+from .build import generated_paths as generated_paths
+from .build import hooks_to_trace as hooks_to_trace
+from .build import refuse_backward_hooks as refuse_backward_hooks
+from .build import refuse_forgotten as refuse_forgotten
+from .build import warn_of_assigned_attributes as warn_of_assigned_attributes
+from .chain import TRAINED as TRAINED
+from .chain import Chain as Chain
+from .chain import StageCost as StageCost
+from .chain import StageTie as StageTie
+from .chain import chain_of as chain_of
+from .chain import steps_of as steps_of
+from .cost.machine import ACCUMULATED as ACCUMULATED
+from .cost.machine import Machine as Machine
+from .cost.machine import Times as Times
+from .cost.machine import mean_of as mean_of
+from .cost.step import Weights as Weights
+from .modes import Modes as Modes
+from .modes import compare_modes as compare_modes
+from .points import cuts_by_policy as cuts_by_policy
+from .program import partition as partition
+from .state import assign_state as assign_state
+from .state import changed_state as changed_state
+from .state import owners_of_shared_buffers as owners_of_shared_buffers

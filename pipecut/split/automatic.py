@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import PipeWarning, SplitError
-from ..pipe_ir.traced import TracedModel
-from .balance import Balance, balance
-from .chain import Chain
-from .places import allowed_places
+from ..pipe_ir import TracedModel
+from .balance.solve import Balance, balance
+from .chain import Chain, allowed_places
 from .points import SplitPlan
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.

@@ -8,22 +8,17 @@ from typing import Any
 
 import sympy
 
-from ..pipe_ir.pipe import Pipe, RecomputedValue, StageInfo
-from ..pipe_ir.traced import HERE, TracedModel
-from .cost import flops_between
+from ..pipe_ir import HERE, Pipe, RecomputedValue, StageInfo, TracedModel
+from .build import build_stage_module
+from .codegen.emit import Emitter, Function
+from .codegen.expressions import Naming, name_values
+from .cost.step import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
-from .decisions import conditions_of_generated_code
-from .emit import Emitter, Function
-from .expressions import Naming
 from .modes import Modes
-from .naming import name_values
-from .partition import partition
 from .points import SplitPlan
-from .program import Piece, WholeCall, used_by_items, walk
+from .program import Piece, WholeCall, conditions_of_generated_code, partition, used_by_items, walk
 from .recompute import recompute
-from .references import plain_references
-from .state import assign_state, find_ties, module_aliases, unused_parameters
-from .unflatten import build_stage_module
+from .state import assign_state, find_ties, module_aliases, plain_references, unused_parameters
 
 
 def cut_model(

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from ..errors import SplitError
-from ..pipe_ir.pipe import Edge
-from ..pipe_ir.spec import TensorSpec
-from ..pipe_ir.traced import HERE, Step, TracedModel
+from ..pipe_ir import HERE, Edge, Step, TensorSpec, TracedModel
 from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import PipeError, PipeWarning
-from ..pipe_ir.traced import Ref, Step, TracedModel
+from ..pipe_ir import Ref, Step, TracedModel
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
 from .state import written_state
 

@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PipeWarning, SplitError, did_you_mean
-from ..pipe_ir.marker import is_mark
-from ..pipe_ir.traced import Span, Step, TracedModel
-from .regions import Regions
+from ..pipe_ir import HERE, Context, Ref, Size, Span, Step, TracedModel, is_mark
+from .cost.step import Weights
+
+# MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap, fallbacks.
+
+
+class Regions:
+    """Says of any tick whether a cut there would tear something apart."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
+        self._operations = [step for step in traced.steps if step.kind == "op"]
+        self._ticks = [step.tick for step in self._operations]
+
+    def settle(self, tick: int) -> tuple[int, str | None]:
+        """A tick moved to the edge of the regions that begin or end there, and what it is inside of, if anything."""
+        for span in self._spans:
+            if not span.begin < tick <= span.end:
+                continue
+            if not self._works_between(span.begin, tick):
+                tick = span.begin
+            elif not self._works_between(tick, span.end):
+                tick = span.end + 1
+            else:
+                return tick, _describe_span(span)
+        return tick, self._modes_at(tick)
+
+    def _works_between(self, begin: int, end: int) -> bool:
+        return bisect.bisect_left(self._ticks, begin) < bisect.bisect_left(self._ticks, end)
+
+    def _modes_at(self, tick: int) -> str | None:
+        """The block that goes on from the operation before a tick to the one after it."""
+        after = bisect.bisect_left(self._ticks, tick)
+        if not 0 < after < len(self._operations):
+            return None
+        return _common_block(self._operations[after - 1].context, self._operations[after].context)
+
+
+def _describe_span(span: Span) -> str:
+    if span.kind == "call":
+        return f"{span.label!r}, which could not be traced"
+    if span.kind == "checkpoint":
+        return "a part under torch.utils.checkpoint"
+    return f"the autograd function {span.options['function'].__name__}"
+
+
+def _common_block(before: Context, after: Context) -> str | None:
+    if before.vmap and after.vmap:
+        return "a torch.vmap call"
+    if set(before.autocast) & set(after.autocast):
+        return "a torch.autocast block"
+    return "a torch.no_grad() block" if before.no_grad_block and before.no_grad_block == after.no_grad_block else None
 
 
 class SplitPoint(enum.Enum):
@@ -199,3 +251,90 @@ def calls_around(root: Span, tick: int) -> list[Span]:
 
 def _place(mark: Step) -> str:
     return mark.source.replace("File ", "").split(", in ")[0] or "an unknown line"
+
+
+# MERGED: Cuts by a `split_policy`: a function that gets the traced model as a GraphModule and inserts marks.
+
+
+SplitPolicy = Callable[[GraphModule], GraphModule]
+_STEP = "pipecut_step"
+
+
+def cuts_by_policy(traced: TracedModel, policy: SplitPolicy) -> SplitPlan:
+    """Show the policy the traced model, and cut where it put marks."""
+    answer = policy(as_graph_module(traced))
+    if not isinstance(answer, GraphModule):
+        raise SplitError(
+            f"split_policy returned {type(answer).__name__}; it must return a GraphModule: the one that it got, with "
+            "marks inserted by graph.call_function(pipe_split)"
+        )
+    return checked_plan(traced, [_cut_at(traced, node) for node in answer.graph.nodes if is_mark(node.target)])
+
+
+def _cut_at(traced: TracedModel, mark: Node) -> Cut:
+    before = _nearest_step(traced, mark, lambda node: node.prev)
+    after = _nearest_step(traced, mark, lambda node: node.next)
+    begin = traced.root.begin if before is None else before.tick
+    end = traced.root.end if after is None else after.tick
+    # Calls that end between the two steps are over at the mark; calls that begin there have not begun.
+    over = [span.end for span in traced.spans("call") if span.begin <= begin < span.end < end]
+    tick = max(over, default=begin) + 1
+    label = f"the split_policy's mark {f'before {after.name}' if after else 'at the end'}"
+    return Cut(tick, label, calls_around(traced.root, tick)[-1].path)
+
+
+def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node]) -> Step | None:
+    node = move(node)
+    while node.op != "root":
+        if _STEP in node.meta:
+            index: int = node.meta[_STEP]
+            return traced.steps[index]
+        node = move(node)
+    return None
+
+
+def as_graph_module(traced: TracedModel) -> GraphModule:
+    """The trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
+    graph = Graph()
+    at = Weights(traced, traced.hints)
+    attributes: dict[str, Any] = {}
+    nodes: dict[int, Node] = {}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return nodes[value.index]
+        if isinstance(value, Size):
+            return at.number(value.expr)
+        if isinstance(value, tuple | list):
+            return type(value)(argument(item) for item in value)
+        return traced.device if value is HERE else value
+
+    def add(step: Step) -> Node:
+        if step.kind == "input":
+            return graph.placeholder(step.name)
+        if step.kind in ("state", "constant"):
+            attributes[step.target] = _tensor(traced, step)
+            return graph.get_attr(step.target)
+        kwargs = {key: argument(value) for key, value in step.kwargs.items()}
+        return graph.create_node("call_function", step.target, tuple(map(argument, step.args)), kwargs, name=step.name)
+
+    for step in sorted(traced.steps, key=lambda step: step.tick):
+        node = nodes[step.index] = add(step)
+        if step.spec is not None:
+            shape = list(map(at.number, step.spec.shape))
+            node.meta["val"] = torch.empty(shape, dtype=step.spec.dtype, device="meta")
+        if step.kind == "op":
+            node.meta[_STEP] = step.index
+            around = calls_around(traced.root, step.tick)
+            node.meta["nn_module_stack"] = {
+                call.label: (call.path, type(traced.model.get_submodule(call.path))) for call in around
+            }
+    graph.output(tuple(nodes[index] for index in traced.output.refs))
+    return GraphModule(attributes, graph)
+
+
+def _tensor(traced: TracedModel, step: Step) -> Any:
+    if step.kind == "constant":
+        return step.constant
+    path, _, name = step.target.rpartition(".")
+    return getattr(traced.model.get_submodule(path), name)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import sympy
+import torch
+from torch.fx import GraphModule
 
-from ..pipe_ir.traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, Template
+from ..errors import PipeError, SplitError
+from ..pipe_ir import (
+    HERE,
+    Condition,
+    ConstantRef,
+    Context,
+    Fallback,
+    Ref,
+    Size,
+    Span,
+    Step,
+    Template,
+    TracedModel,
+    operator_name,
+)
 
 # A value that travels by name through generated code: what a step made, a symbolic dim, or the device (HERE).
 Key: TypeAlias = int | sympy.Symbol | Any
@@ -154,3 +172,247 @@ def keys_in(value: Any) -> frozenset[Key]:
     if isinstance(value, tuple | list):
         return frozenset(key for item in value for key in keys_in(item))
     return frozenset()
+
+
+# MERGED: Whether a call can be made as it is in the model: all comes in and goes out by its arguments, results and state.
+
+
+# Paths into a result that can be written down: result[0], result['mask'], result.logits.
+_ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
+
+
+class Wholeness:
+    """Looks through a trace for what ties a call to the code around it."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced = traced
+        self.last_use = _last_uses(traced)
+        self._timed = [step for step in traced.steps if step.tick >= 0]
+        self._ticks = [step.tick for step in self._timed]
+        self._buffer_values = {
+            index: f"{span.path}.{name}".lstrip(".")
+            for span in traced.spans()
+            for name, index in span.assigned_buffers.items()
+        }
+
+    def steps(self, begin: int, end: int) -> list[Step]:
+        """The steps with begin <= tick < end."""
+        return self._timed[bisect.bisect_left(self._ticks, begin) : bisect.bisect_left(self._ticks, end)]
+
+    def runs_alone(self, span: Span) -> bool:
+        """Whether calling the module's own code gives what was traced."""
+        if not span.args.is_plain:
+            return False
+        if any(step.kind == "mark" for step in self.steps(span.begin, span.end)):
+            return False
+        return not self._hidden_inputs(span) and not self._hidden_outputs(span)
+
+    def why_not_whole(self, span: Span, fallback: Fallback) -> str:
+        """Why a module that has to stay as it is cannot be called by generated code."""
+        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
+        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_inputs(span)]
+        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_outputs(span)]
+        hidden += ["a part of it that another call in the same stage has in pieces"]
+        return (
+            f"{span.label!r} could not be traced ({fallback.reason}), so that it can only be called as a whole; the "
+            f"module that calls it is cut, and it depends on {hidden[0]}, which generated code cannot pass on. Pass it "
+            "tensors and plain values, or cut so that the module around it stays whole"
+        )
+
+    def check_function(self, span: Span) -> None:
+        """Refuse an autograd function whose backward cannot be kept."""
+        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
+        hidden += self._hidden_inputs(span) + self._hidden_outputs(span)
+        if hidden:
+            raise SplitError(
+                f"{span.options['function'].__name__}.apply() runs in the forward of "
+                f"'{span.path or type(self.traced.model).__name__}', which is cut, and depends on {hidden[0]} outside "
+                "its arguments and results, so that its backward cannot be kept; call it in a module of its own that "
+                "is not cut, or pass all it needs as tensors"
+            )
+
+    def check_branches(self, step: Step) -> None:
+        """Refuse torch.cond and the like in generated code if their functions have parameters inside."""
+        for branch in (self.traced.steps[index].constant for index in step.refs):
+            if isinstance(branch, GraphModule) and any(node.op == "get_attr" for node in branch.graph.nodes):
+                raise SplitError(
+                    f"torch.{operator_name(step.target)} uses parameters or tensors of the model inside its functions, "
+                    f"in a forward that is cut ({step.source}); pass them as operands, or move the call into a "
+                    "module of its own that is not cut"
+                )
+
+    def is_dead(self, step: Step) -> bool:
+        """Whether nobody uses the result of an operation, and it does nothing else."""
+        if step.index in self.last_use or step.writes:
+            return False
+        if not isinstance(step.target, torch._ops.OpOverload) or not step.target._schema.returns:
+            return False
+        # An unused random number still moves the generator on.
+        return torch.Tag.nondeterministic_seeded not in step.target.tags
+
+    def _hidden_inputs(self, span: Span) -> list[str]:
+        arguments = set(span.args.refs)
+        hidden = []
+        for step in self.steps(span.begin, span.end):
+            for index in step.refs:
+                source = self.traced.steps[index]
+                inside = source.tick >= span.begin or source.kind == "constant"
+                own = inside or index in arguments or self._is_own_state(index, span.path)
+                if not own or index in self.traced.reached_state:
+                    hidden.append(source.name)
+        return hidden
+
+    def _hidden_outputs(self, span: Span) -> list[str]:
+        leaves = zip(span.result.leaves, span.result.structure.paths(), strict=True)
+        visible = {leaf.index for leaf, path in leaves if isinstance(leaf, Ref) and all(map(_ACCESS.match, path))}
+        return [
+            step.name
+            for step in self.steps(span.begin, span.end)
+            if self.last_use.get(step.index, -1) > span.end
+            and step.index not in visible
+            and not self._is_own_state(step.index, span.path)
+        ]
+
+    def _is_own_state(self, index: int, path: str) -> bool:
+        names = (*self.traced.state_names.get(index, ()), self._buffer_values.get(index, ""))
+        return any(name.startswith(f"{path}.") for name in names)
+
+
+def _last_uses(traced: TracedModel) -> dict[int, int]:
+    """The last tick at which each value is used, by an operation or as an argument of a call."""
+    last: dict[int, int] = {}
+    for step in traced.steps:
+        for index in step.refs:
+            last[index] = max(last.get(index, -1), step.tick)
+    for span in traced.spans():
+        for index in span.args.refs:
+            last[index] = max(last.get(index, -1), span.begin)
+        for index in span.assigned_buffers.values():
+            last[index] = max(last.get(index, -1), span.end)
+    for index in traced.output.refs:
+        last[index] = traced.root.end + 1
+    return last
+
+
+# MERGED: Decisions about sizes: those of generated code stand, those of whole modules are taken anew at every call.
+
+
+def conditions_of_generated_code(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Condition, ...]:
+    """The conditions that a call must meet, each once."""
+    whole = [item.span for program in programs for item in walk(program.items) if isinstance(item, WholeCall)]
+    kept = [condition for condition in traced.conditions if not any(_covers(span, condition) for span in whole)]
+    return tuple({condition.holds: condition for condition in reversed(kept)}.values())
+
+
+def decides_about_sizes(traced: TracedModel, span: Span) -> bool:
+    """Whether the code of a call looks at sizes, so that its results may have other shapes in another call."""
+    return any(_covers(span, condition) for condition in traced.conditions)
+
+
+def _covers(span: Span, condition: Condition) -> bool:
+    return span.begin <= condition.span_begin < span.end
+
+
+def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
+    """Called by generated code: the code around a module counts on the shapes that it returned in the trace."""
+    if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
+        raise PipeError(
+            f"{label!r} returned a tensor {list(tensor.shape)}, where the trace has {list(shape)} for these inputs; it "
+            "decides about sizes: call pipeline() with an example of this size"
+        )
+    return tensor
+
+
+# MERGED: Cuts the list of traced steps into one program per stage.
+
+
+def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True) -> tuple[Piece, ...]:
+    """The program of each stage; `cuts` are the ticks at which stages 1, 2, ... begin.
+
+    With `keep_modules=False` every module is rebuilt from its traced operations instead of being called as it is.
+    """
+    bounds = [traced.root.begin, *cuts, traced.root.end + 1]
+    partitioner = _Partitioner(traced, keep_modules)
+    return tuple(partitioner.stage(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
+
+
+class _Partitioner:
+    def __init__(self, traced: TracedModel, keep_modules: bool) -> None:
+        self.traced = traced
+        self.keep_modules = keep_modules
+        self.wholeness = Wholeness(traced)
+        self.taken_apart: set[tuple[str, int]] = set()
+
+    def stage(self, begin: int, end: int) -> Piece:
+        """The program of one stage."""
+        self.taken_apart = set()
+        while True:
+            program = self._piece(self.traced.root, begin, end)
+            broken = self._whole_around_pieces(program)
+            if not broken:
+                return program
+            self.taken_apart |= broken
+
+    def _whole_around_pieces(self, program: Piece) -> set[tuple[str, int]]:
+        """Calls that look whole, of a module that another call in this stage has in pieces, or with one inside."""
+        get = self.traced.model.get_submodule
+        pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)}
+        calls = (item.span for item in walk(program.items) if isinstance(item, WholeCall))
+        return {
+            (span.path, span.nth_call) for span in calls if any(module in pieces for module in get(span.path).modules())
+        }
+
+    def _piece(self, span: Span, begin: int, end: int) -> Piece:
+        return Piece(span.path, span.nth_call, span.context, tuple(self._items(span, begin, end)))
+
+    def _items(self, span: Span, begin: int, end: int) -> Iterator[Item]:
+        """The part of a span between two ticks."""
+        begin, end = max(begin, span.begin), min(end, span.end)
+        position = begin
+        for child in span.children:
+            if child.end < begin or child.begin >= end:
+                continue
+            yield from self._operations(position, child.begin)
+            item = self._child(child, begin, end)
+            if not isinstance(item, Piece) or item.items:
+                yield item
+            position = child.end
+        yield from self._operations(position, end)
+        for name, index in span.assigned_buffers.items():
+            made = max(self.traced.steps[index].tick, span.begin)
+            if begin <= made < end:
+                # At the end of the piece that makes the value: what comes before may still read the old one.
+                yield BufferUpdate(span.path, name, index, span.context)
+
+    def _operations(self, begin: int, end: int) -> Iterator[Item]:
+        for step in self.wholeness.steps(begin, end):
+            if step.kind == "op" and not self.wholeness.is_dead(step):
+                self.wholeness.check_branches(step)
+                yield Operation(step)
+
+    def _child(self, child: Span, begin: int, end: int) -> Item:
+        if child.kind == "checkpoint":
+            return Checkpointed(child, tuple(self._items(child, begin, end)))
+        if child.kind == "function":
+            self.wholeness.check_function(child)
+            return FunctionCall(child, self._made_in(child))
+        fallback = self.traced.fallback(child.path)
+        whole = (self.keep_modules or fallback is not None) and begin <= child.begin and child.end < end
+        if whole and (child.path, child.nth_call) not in self.taken_apart and self.wholeness.runs_alone(child):
+            return WholeCall(child, self._made_in(child), self._shapes_to_check(child))
+        if fallback is not None:
+            raise SplitError(self.wholeness.why_not_whole(child, fallback))
+        return self._piece(child, begin, end)
+
+    def _shapes_to_check(self, span: Span) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        if not decides_about_sizes(self.traced, span) and self.traced.fallback(span.path) is None:
+            return ()
+        specs = {index: self.traced.steps[index].spec for index in sorted(self._made_in(span))}
+        return tuple(
+            (index, tuple(dim if isinstance(dim, int) else Size(dim) for dim in spec.shape))
+            for index, spec in specs.items()
+            if spec is not None and spec.symbols <= self.traced.dims.keys()
+        )
+
+    def _made_in(self, span: Span) -> frozenset[int]:
+        return frozenset(index for index in span.result.refs if self.traced.steps[index].tick >= span.begin)

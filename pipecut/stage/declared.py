@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..pipe_ir.structure import flatten
+from ..pipe_ir import flatten
+from .dtensor import OnMesh, placing_of, text_of
 from .examples import StageMetadataError
-from .on_mesh import OnMesh, placing_of, text_of
 
 _LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda tensor: tensor.shape,

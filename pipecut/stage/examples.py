@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import PipeError
-from ..pipe_ir.structure import flatten
-from .microbatch.distributed_tensor import is_distributed
+from ..pipe_ir import flatten
+from .microbatch.tensors import is_distributed
 
 
 class StageMetadataError(PipeError, RuntimeError):

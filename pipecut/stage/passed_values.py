@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PipeError
-from ..pipe_ir.structure import flatten
+from ..pipe_ir import flatten
 
 
 class StageCallError(PipeError, AssertionError):

@@ -14,6 +14,7 @@ from .replaced_attributes import ReplacedAttributes
 if TYPE_CHECKING:
     from .stage import Flight
 
+
 _TRANSFERS = "what is sent and received is the work of the schedule's executor"
 _SHAPES = "shapes follow from the sizes of each step"
 _REPLACED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
@@ -11,17 +12,116 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError, PipeError
-from ..pipe_ir.pipe import PipeInfo
-from ..pipe_ir.structure import flatten
+from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
 from .examples import Examples, StageMetadataError
-from .materialization import check_has_memory
-from .meshes import Meshes
-from .on_mesh import MeshKey, OnMesh, placing_of, text_of
+from .materialize import check_has_memory
 from .peer_surface import OneChunkCalls
-from .ports import Ports, ports_of
 from .replica import Replica, replica_of, wrappers_in
-from .written_inputs import WrittenInputs
+
+# MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
+
+
+@dataclass(frozen=True)
+class Item:
+    """One value of a parcel: its name, what is known of it, and where its sender has it."""
+
+    name: str
+    spec: TensorSpec
+    output: int | None  # the place among the sending stage's outputs
+    root: int | None  # or the model input that it is
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The parcels of a traced stage. A parcel is all that one stage sends to another for one microbatch.
+
+    `arguments` says for each argument of the forward from which stage's parcel it comes, and its place there; an input
+    of the model on the first stage has no parcel, and its number instead.
+    """
+
+    arguments: tuple[tuple[int | None, int], ...]
+    incoming: Mapping[int, tuple[Item, ...]]
+    outgoing: Mapping[int, tuple[Item, ...]]
+    outputs: int
+
+
+def ports_of(info: PipeInfo, stage: int) -> Ports:
+    """The ports of one stage of a pipe."""
+    incoming = {
+        source: _items(info, source, stage) for source in sorted({e.source for e in info.edges if e.target == stage})
+    }
+    outgoing = {
+        target: _items(info, stage, target) for target in sorted({e.target for e in info.edges if e.source == stage})
+    }
+    places = {
+        edge.value: (source, place) for source in incoming for place, edge in enumerate(_edges(info, source, stage))
+    }
+    arguments = tuple(places.get(value, (None, value)) for value in info.stages[stage].inputs)
+    return Ports(arguments, incoming, outgoing, len(info.stages[stage].outputs))
+
+
+def _edges(info: PipeInfo, source: int, target: int) -> list[Edge]:
+    return sorted(
+        (edge for edge in info.edges if (edge.source, edge.target) == (source, target)), key=lambda edge: edge.value
+    )
+
+
+def _items(info: PipeInfo, source: int, target: int) -> tuple[Item, ...]:
+    outputs = info.stages[source].outputs
+    return tuple(
+        Item(
+            edge.name,
+            edge.spec,
+            None if edge.kind == "root input" else outputs.index(edge.value),
+            edge.value if edge.kind == "root input" else None,
+        )
+        for edge in _edges(info, source, target)
+    )
+
+
+# MERGED: A module that writes to its inputs in place, as nn.ReLU(inplace=True) does at the beginning of a stage.
+
+
+# What autograd says of a write to a tensor at which its graph begins, or to a view of one.
+_REFUSED = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+class WrittenInputs:
+    """Calls a module, on copies of its inputs once it was seen to write to them.
+
+    The inputs of a stage are leaves, for their gradients are sent back, and autograd forbids writing to a leaf.
+    """
+
+    def __init__(self, stage_index: int) -> None:
+        self.stage_index = stage_index
+        self.seen = False
+
+    def call(self, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns."""
+        if not self.seen:
+            try:
+                return module(*inputs, **kwargs)
+            except RuntimeError as error:
+                if _REFUSED not in str(error):
+                    raise
+        copies, named = map_leaves(_copied, (tuple(inputs), dict(kwargs)))
+        result = module(*copies, **named)
+        if not self.seen:
+            self.seen = True
+            warnings.warn(
+                f"the module of stage {self.stage_index} writes to its inputs in place, and gets copies of them from "
+                "now on. That costs memory: inplace=False where the stage begins, or a cut one operation later, "
+                "saves it",
+                stacklevel=2,
+            )
+        return result
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf else value
+
 
 WeightRunner = Callable[[], None]
 

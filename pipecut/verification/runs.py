@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..pipe_ir.clone import clone
-from ..pipe_ir.structure import flatten, map_leaves
-from ..schedule.run.schedules import PlannedSchedule
-from .names import BufferPlace
-from .subject import Call, Subject
+from ..pipe_ir import clone, flatten, map_leaves
+from ..run import PlannedSchedule
+from .subject import BufferPlace, Call, Subject
 
 Gradients = dict[str, Tensor | None]
 
@@ -120,3 +118,54 @@ def run_cut(subject: Subject, task: Task, options: Mapping[str, Any], buffers: M
     modules = {stage.stage_index: stage.submod for stage in subject.stages}
     held = {name: modules[stage].get_buffer(path).clone() for (stage, path), name in buffers.items()}
     return Run(output, loss, task.input_gradients(), held)
+
+
+# MERGED: What a run changes besides its results: set back before each run, and as it was afterwards.
+
+
+class Kept:
+    """The gradients, buffers and random numbers of some modules as they were at first."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parts = list({id(part): part for module in modules for part in module.modules()}.values())
+        parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
+        self._gradients = {id(parameter): (parameter, parameter.grad) for parameter in parameters}
+        self._buffers = [
+            (part, name, buffer, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)
+        ]
+        tensors = [*parameters, *(buffer for _, _, buffer, _ in self._buffers)]
+        self._devices = sorted(
+            {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str
+        )
+        self._random = self._random_states()
+
+    def begin(self) -> None:
+        """Start a run: no gradients, all else as at first."""
+        for parameter, _ in self._gradients.values():
+            parameter.grad = None
+        self._reset()
+
+    def restore(self) -> None:
+        """Leave everything as it was."""
+        for parameter, gradient in self._gradients.values():
+            parameter.grad = gradient
+        self._reset()
+
+    def drew_random_numbers(self) -> bool:
+        """Whether a run has, since it began."""
+        return any(not torch.equal(*states) for states in zip(self._random, self._random_states(), strict=True))
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        for part, name, buffer, value in self._buffers:
+            setattr(part, name, buffer.copy_(value))
+        torch.set_rng_state(self._random[0])
+        for device, state in zip(self._devices, self._random[1:], strict=True):
+            _generators_of(device).set_rng_state(state, device)
+
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(_generators_of(device).get_rng_state(device) for device in self._devices)]
+
+
+def _generators_of(device: torch.device) -> Any:
+    return torch.get_device_module(device)

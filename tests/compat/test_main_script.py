@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipecut.compat.main_script import run_script, run_with_plain_errors
+from pipecut.compat.installing import run_script, run_with_plain_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPAT = ("-m", "pipecut.compat")

@@ -11,7 +11,7 @@ from torch import nn
 from pipecut import InputError, PipelineStage
 from pipecut.compat import schedules
 from pipecut.compat.stage import _PipelineStageBase
-from pipecut.schedule.run.not_called import NOT_CALLED, NOT_CALLED_WITH_A_NAME
+from pipecut.run.not_called import NOT_CALLED, NOT_CALLED_WITH_A_NAME
 from pipecut.stage.not_called import NOT_CALLED as STAGE_NOT_CALLED
 from tests.compat.test_subclassing import Mock, Own, assert_as_uncut, batch, gradients_of, layers
 

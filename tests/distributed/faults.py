@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, PlannedSchedule, SplitPoint, pipeline
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import plan_for
-from pipecut.schedule.run.schedule import PipelineSchedule
 
 WIDTH, SAMPLES = 4, 8
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipecut import PipeError, PlannedSchedule
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import Plan, plan_for
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.distributed.ranks import Ranks
 from tests.nested_values import assert_same
 from tests.schedule_run.beside_uncut import TIGHT, Gradients, Problem, assert_same_gradients, cut_step, gradients_of

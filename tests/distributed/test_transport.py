@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
+from pipecut.run import connection
+from pipecut.run.transport.base import Meta, Ready
+from pipecut.run.transport.distributed import DistributedTransport
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run import connection
-from pipecut.schedule.run.distributed import DistributedTransport
-from pipecut.schedule.run.transport import Meta, Ready
 from tests.distributed.faults import Party
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import check_schedule

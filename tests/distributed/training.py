@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import PipelineStage, PlannedSchedule, get_schedule_class
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import Plan, plan_for
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.nested_values import assert_same
 from tests.schedule_run.beside_uncut import (
     TIGHT,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipecut import PipelineStage, StepError
 from pipecut.errors import InputError
-from pipecut.schedule.run.agreement import DisagreementError
+from pipecut.run.handshake import DisagreementError
 from tests.distributed_replicas.grid import REPLICAS, Block, Grid, Part, Wrap, plan_of
 from tests.distributed_replicas.rank_processes import RankProcesses
 from tests.distributed_replicas.wrappers import copied, sharded

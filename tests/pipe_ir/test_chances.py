@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import TraceError, pipeline
-from pipecut.pipe_ir.chances import CertainChances
+from pipecut.pipe_ir.tracing.torch_modes import CertainChances
 
 
 @pytest.mark.parametrize(

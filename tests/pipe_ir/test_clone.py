@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from pipecut.pipe_ir.clone import clone
+from pipecut.pipe_ir.copies import clone
 
 
 class Net(nn.Module):

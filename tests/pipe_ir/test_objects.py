@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import Schedule1F1B, SplitPoint, TraceError, pipeline
-from pipecut.pipe_ir.objects import is_tensor_holder
-from pipecut.pipe_ir.structure import flatten, unflatten
+from pipecut.pipe_ir.structure import flatten, is_tensor_holder, unflatten
 
 
 class Layer:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipecut
-from pipecut.measurement.link import measure_link
-from pipecut.planning.together import on_all_ranks, on_first_rank
+from pipecut.planning.group import on_all_ranks, on_first_rank
+from pipecut.planning.measure import measure_link
 
 WIDTH, BATCH = 8, 12
 
@@ -125,7 +125,8 @@ def has_a_progress_that_fails(rank: int, at: str) -> None:
 
 def cannot_do_it(rank: int, what: str) -> None:
     """One step of planning fails on the second rank."""
-    from pipecut.planning import chains, rehearse
+    from pipecut.planning import costs as chains
+    from pipecut.planning import ranking as rehearse
 
     places: dict[str, tuple[Any, str]] = {
         "measure": (chains.Machine, "measure"),

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import TrainingPlan
-from pipecut.measurement import rehearsal
-from pipecut.measurement.rehearsal import Rehearsal, StageTimes
-from pipecut.measurement.walk import example_values
-from pipecut.planning.deferral import DeferralRule
+from pipecut.planning import measure as rehearsal
+from pipecut.planning.costs import DeferralRule
+from pipecut.planning.measure import Rehearsal, StageTimes, example_values
 from pipecut.schedule import simulate
-from pipecut.split.chain_maker import chain_of
-from pipecut.split.costs.times import Times
+from pipecut.split.chain import chain_of
+from pipecut.split.cost.machine import Times
 from pipecut.stage.backward import StageWeights
 
 # Its layers sleep for each sample, of which there are any number while it is traced.

@@ -15,14 +15,12 @@ import pipecut
 from pipecut import PlanError, TrainingPlan
 from pipecut.planning.candidate import Candidate, make_candidate
 from pipecut.planning.choices import TRAINING, Choice
-from pipecut.planning.lean_cut import leanest_cut
-from pipecut.planning.rank_memory import RankMemory
-from pipecut.planning.stages import Stages
+from pipecut.planning.costs import Stages
+from pipecut.planning.memory import RankMemory, leanest_cut
 from pipecut.schedule import simulate
-from pipecut.split.balance import TooLittleMemoryError
-from pipecut.split.chain import Chain
-from pipecut.split.chain_maker import chain_of
-from pipecut.split.costs.machine import Machine
+from pipecut.split.balance.solve import TooLittleMemoryError
+from pipecut.split.chain import Chain, chain_of
+from pipecut.split.cost.machine import Machine
 
 MACHINE = Machine.nominal("cpu")
 

@@ -16,8 +16,8 @@ import pipecut
 from pipecut import InputError, PipeError, PlanError, TrainingPlan
 from pipecut.planning.choices import in_flight, microbatch_counts
 from pipecut.schedule import plan_for, simulate
-from pipecut.split.costs.machine import Machine
-from pipecut.split.memory_size import read_memory
+from pipecut.split.cost.machine import Machine
+from pipecut.text import read_memory
 
 MACHINE = Machine(matmul_flops={torch.float32: 1e9}, memory_bandwidth=1e9, overhead=0.0)
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError
-from pipecut.measurement import rehearsal
-from pipecut.planning import prepared
-from pipecut.split.costs.machine import Machine
+from pipecut.planning import measure as rehearsal
+from pipecut.planning import search as prepared
+from pipecut.split.cost.machine import Machine
 
 MACHINE = Machine.nominal("cpu")
 NORM = r"ValueError: Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 16\]\)"

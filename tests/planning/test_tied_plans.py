@@ -12,7 +12,7 @@ import pipecut
 from pipecut import TrainingPlan
 from pipecut.schedule import Action, Op, lower
 from pipecut.schedule.simulate import simulate
-from pipecut.split.costs.machine import Machine
+from pipecut.split.cost.machine import Machine
 
 MACHINE = Machine(link_latency=1e-3, link_bandwidth=1e6)
 

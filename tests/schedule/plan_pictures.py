@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pipecut.schedule.grid import BUBBLE
 from pipecut.schedule.placement import Placement
-from pipecut.schedule.plan import Plan
+from pipecut.schedule.plan import BUBBLE, Plan
 from pipecut.schedule.rules import Dataflow
 
 

@@ -26,9 +26,8 @@ from pipecut.schedule.action import Action, Op, parse_action
 from pipecut.schedule.costs import Costs
 from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
-from pipecut.schedule.render.gather import gathered
 from pipecut.schedule.render.palette import HATCH, HUE, contrast, look
-from pipecut.schedule.render.rows import Sources
+from pipecut.schedule.render.rows import Sources, gathered
 from pipecut.schedule.simulate import simulate
 from pipecut.schedule.timeline import Span, Timeline
 

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from pipecut.errors import PlanError
 from pipecut.schedule.action import SENDS, Action, Op, overlap
 from pipecut.schedule.costs import Costs, Link
-from pipecut.schedule.grid import table
-from pipecut.schedule.idle import Idle
 from pipecut.schedule.placement import Placement
-from pipecut.schedule.plan import Plan
+from pipecut.schedule.plan import Plan, table
 from pipecut.schedule.registry import plan_for, schedule_names
-from pipecut.schedule.report import Report
+from pipecut.schedule.report import Idle, Report
 from pipecut.schedule.rules import GIVES, Dataflow, dependencies
 from pipecut.schedule.simulate import simulate
 from pipecut.schedule.timeline import Span

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecut.schedule.run.schedule import PipelineSchedule
+from pipecut.run.schedule import PipelineSchedule
 from tests.nested_values import assert_same, tensors_in
 
 LossFunction = Callable[..., Tensor]

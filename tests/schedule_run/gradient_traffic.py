@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipecut.schedule.run.mail import Mail
+from pipecut.run.mail import Mail
 from pipecut.stage import stage as stage_module
 
 

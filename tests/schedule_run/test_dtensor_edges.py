@@ -15,12 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipecut import PipelineStage, get_schedule_class, pipeline
 from pipecut.errors import InputError, PipeError
-from pipecut.schedule.run.description import receive_description, send_description
-from pipecut.schedule.run.failure import StepError
-from pipecut.schedule.run.in_process import InProcessTransport, PostOffice
-from pipecut.schedule.run.transport import Meta
+from pipecut.run.failure import StepError
+from pipecut.run.parcels import receive_description, send_description
+from pipecut.run.transport.base import Meta
+from pipecut.run.transport.in_process import InProcessTransport, PostOffice
+from pipecut.stage.dtensor import MeshKey, in_order
 from pipecut.stage.examples import StageMetadataError
-from pipecut.stage.on_mesh import MeshKey, in_order
 
 WIDTH = 4
 

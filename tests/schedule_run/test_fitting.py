@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import InputError, Schedule1F1B, SplitPoint, TensorChunkSpec, pipeline
-from pipecut.schedule.run.schedule import PipelineSchedule
+from pipecut.run.schedule import PipelineSchedule
 from tests.schedule_run.problems import WIDTH, chain_pipe, chain_problem, traced_stages
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, StepError, get_schedule_class
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.schedule_run.beside_uncut import Problem
 from tests.schedule_run.live_memory import live_tensors, peak_bytes, without_collector
 from tests.schedule_run.problems import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B, StepError, TensorChunkSpec
-from pipecut.schedule.run.schedule import PipelineSchedule
+from pipecut.run.schedule import PipelineSchedule
 from tests.schedule_run.beside_uncut import assert_same_gradients, gradients_of
 
 SAMPLES, LENGTH, WORDS = 6, 5, 4

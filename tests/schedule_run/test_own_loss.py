@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from pipecut import InputError, PipelineStage, PipeWarning, PlannedSchedule, Schedule1F1B, SplitPoint, pipeline
 from pipecut.errors import PipeError
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.distributed.ranks import Ranks
 from tests.nested_values import assert_same
 from tests.schedule_run.beside_uncut import TIGHT, assert_same_gradients, gradients_of

@@ -19,9 +19,9 @@ from pipecut import (
     pipeline,
     random_streams,
 )
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import Plan, plan_for
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.schedule_run.beside_uncut import TIGHT, Problem, assert_same_gradients, cut_step
 from tests.schedule_run.noisy import (
     NoisyChain,

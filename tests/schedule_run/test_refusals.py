@@ -24,8 +24,8 @@ from pipecut import (
     TensorChunkSpec,
     get_schedule_class,
 )
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import Plan, plan_for
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.schedule_run.beside_uncut import assert_trains_as_uncut
 from tests.schedule_run.problems import (
     WIDTH,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import PlannedSchedule
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.schedule import PipelineSchedule
 from pipecut.stage.stage import PipelineStage, build_stage
 from tests.distributed.ranks import Ranks
 from tests.schedule_run.shared_models import CUTS, SharedBlock, SharedEmbedding, batch_of, shared_pipe

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from pipecut import PipelineStage, PipeWarning, PlannedSchedule, Schedule1F1B
 from pipecut.errors import PipeError, PlanError
+from pipecut.run.runner import opening_of
 from pipecut.schedule import Plan, compare, plan_for, simulate
 from pipecut.schedule.registry import FAMILIES
-from pipecut.schedule.run.opening import opening_of
 from tests.distributed.ranks import Ranks
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
-from pipecut.schedule.run.custom import ActionContext
-from pipecut.schedule.run.schedule import PipelineSchedule
+from pipecut.run.custom import ActionContext
+from pipecut.run.schedule import PipelineSchedule
 
 X = torch.randn(6, 4)
 STEP = ["0F0", "0F1", "0F2", "1F0", "1F1", "1F2", "0B0", "0B1", "0B2", "1B0", "1B1", "1B2"]

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from pipecut import InputError, PipelineStage, PlannedSchedule
 from pipecut.errors import PipeError
+from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import plan_for
-from pipecut.schedule.run.schedule import PipelineSchedule
 from tests.schedule_run.beside_uncut import TIGHT, Problem, assert_same_gradients, assert_trains_as_uncut, gradients_of
 
 WIDTH = 6

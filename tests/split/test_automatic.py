@@ -13,13 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pipecut import Pipe, PipeWarning, SplitPoint, pipeline, plan
 from pipecut.errors import InputError, SplitError
-from pipecut.measurement import stage_times
-from pipecut.measurement.chain import measured_chain
-from pipecut.measurement.refinement import refined_cut
-from pipecut.measurement.stage_times import Run
+from pipecut.planning import measure as stage_times
+from pipecut.planning.measure import Run
+from pipecut.planning.measured_chain import measured_chain, refined_cut
 from pipecut.split.automatic import balanced_cut
-from pipecut.split.chain_maker import chain_of
-from pipecut.split.costs.machine import Machine
+from pipecut.split.chain import chain_of
+from pipecut.split.cost.machine import Machine
 
 
 class Residual(nn.Module):

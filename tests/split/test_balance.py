@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecut.errors import SplitError
-from pipecut.split.balance import Balance, Blocks, Ranks, Shared, TooLittleMemoryError, balance
-from pipecut.split.balancing import preferred
-from pipecut.split.balancing.least_memory import leanest_cuts
-from pipecut.split.balancing.memory import Memory
+from pipecut.split.balance import solve as preferred
+from pipecut.split.balance.least_memory import leanest_cuts
+from pipecut.split.balance.problem import Memory
+from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, TooLittleMemoryError, balance
 
 times = st.integers(0, 30).map(float)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import pipeline
-from pipecut.split.costs.step_cost import CostFinder, StepCost
-from pipecut.split.costs.trial import _tried, try_step
+from pipecut.split.cost.step import CostFinder, StepCost
+from pipecut.split.cost.trial import _tried, try_step
 
 
 class ConvNet(nn.Module):

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipeError, pipeline
-from pipecut.split.chain import Chain, StageTie
-from pipecut.split.chain_maker import chain_of
-from pipecut.split.costs.machine import Machine
-from pipecut.split.costs.step_cost import CostFinder
-from pipecut.split.costs.times import ACCUMULATED, StepTimes, Times
+from pipecut.split.chain import Chain, StageTie, chain_of
+from pipecut.split.cost.machine import ACCUMULATED, Machine, StepTimes, Times
+from pipecut.split.cost.step import CostFinder
 
 ARITHMETIC = Machine(matmul_flops={torch.float32: 1.0}, memory_bandwidth=1e30, overhead=0.0, link_bandwidth=1.0)
 MEMORY = Machine(matmul_flops={torch.float32: 1e30}, memory_bandwidth=1.0, overhead=0.0)

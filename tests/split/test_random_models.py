@@ -21,7 +21,7 @@ from torch import nn
 from pipecut import Pipe, SplitPoint, pipeline
 from pipecut.errors import PipeError, PipeWarning, SplitError
 from pipecut.pipe_ir.inputs import bind_inputs
-from pipecut.pipe_ir.trace import trace
+from pipecut.pipe_ir.tracing.run import trace
 from pipecut.split import SplitPlan, check_split_spec, cut_model, cuts_by_marks, cuts_by_spec
 from tests.split.random_models import Case, Net, cases, leaves_of
 

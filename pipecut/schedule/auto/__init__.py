@@ -1,6 +1,6 @@
 """Plans searched for given costs, within a memory limit."""
 
-from .found import FoundPlan, Tried
+from .candidate import FoundPlan, Tried
 from .search import auto_schedule, search_schedule
 
 __all__ = ["FoundPlan", "Tried", "auto_schedule", "search_schedule"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from .budget import Budget
 from .candidate import Candidate, accepted, merit
-from .critical import Place, critical_places
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
-from .timing import Clock, Timing
+from .timing import Budget, Clock, Place, Timing, critical_places
 
 LATE = 30  # a change is kept if it is no worse than what there was so many changes before
 AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap

@@ -6,16 +6,103 @@ numbers and makes actions only of the plan that it gives back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context, Decimal
 from functools import cached_property
 
+from ...errors import PlanError
 from ..action import Action, Op
-from ..costs import Costs
-from ..placement import Placement
+from ..costs import MEMORY, TIMES, Costs, Link, amount
+from ..placement import Placement, positive
 from ..plan import Plan
 from ..rules import Dataflow
-from .limits import ceiling
+
+# MERGED: Limits on what the ranks may hold: as the user gives them, and the least that can work.
+
+
+MemoryLimit = float | Sequence[float] | None
+TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
+
+
+def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
+    """One limit for each rank; without any, there is none, and inf is none for one rank.
+
+    >>> limits_of(3, ranks=2), limits_of([3, math.inf], ranks=2), limits_of(None, ranks=2)
+    ((3.0, 3.0), (3.0, inf), (inf, inf))
+    """
+    if memory_limit is None:
+        return (math.inf,) * ranks
+    if not isinstance(memory_limit, Sequence) or isinstance(memory_limit, str | bytes):
+        return (amount("memory_limit", memory_limit, endless=True),) * ranks
+    if len(memory_limit) != ranks:
+        raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {ranks} ranks: give one for each, or one.")
+    return tuple(amount(f"memory_limit[{rank}]", each, endless=True) for rank, each in enumerate(memory_limit))
+
+
+def ceiling(limit: float) -> float:
+    """What counts as within a limit."""
+    return limit + TOLERANCE * limit
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A schedule that does not fit, and what each rank would hold."""
+
+    name: str
+    limits: tuple[float, ...]
+    peaks: tuple[float, ...]
+
+    @property
+    def missing(self) -> float:
+        """By how much the worst rank is over its limit."""
+        return self._over[self.worst]
+
+    @property
+    def worst(self) -> int:
+        """The rank that is furthest over its limit."""
+        return self._over.index(max(self._over))
+
+    @property
+    def _over(self) -> list[float]:
+        return [peak - limit for peak, limit in zip(self.peaks, self.limits, strict=True)]
+
+    def __str__(self) -> str:
+        return f"rank {self.worst} would hold {self.peaks[self.worst]:.6g}, its limit is {self.limits[self.worst]:.6g}"
+
+
+def nothing_fits(every: Sequence[Excess]) -> PlanError:
+    """The error if none of the known schedules fits, nor one microbatch at a time, with the least that would do."""
+    least = min(every, key=lambda each: (each.missing, sum(each.peaks)))
+    same = min(least.limits) == max(least.limits)
+    # A rank without a limit keeps none.
+    enough = [
+        limit if math.isinf(limit) else _rounded_up(peak) for peak, limit in zip(least.peaks, least.limits, strict=True)
+    ]
+    rank = least.worst
+    remedy = (
+        f"the least memory_limit that would do is {_rounded_up(max(least.peaks)):.6g}"
+        if same
+        else f"the least limits that would do are {enough}"
+    )
+    return PlanError(
+        f"No plan fits the memory limit: rank {rank} may hold {least.limits[rank]:.6g}, and {least.name} needs "
+        f"{least.peaks[rank]:.6g} there; {remedy}. Raise it, or make the microbatches smaller."
+    )
+
+
+def _rounded_up(value: float) -> float:
+    """Six digits that are not less: a limit that is named must do.
+
+    >>> _rounded_up(8589934592.0), _rounded_up(0.1 + 0.2)
+    (8589940000.0, 0.3)
+    """
+    near = float(f"{value:.6g}")
+    if value <= ceiling(near):
+        return near
+    return float(Context(prec=6, rounding=ROUND_CEILING).plus(Decimal(value)))
+
 
 Row = list[int]
 KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD)
@@ -114,3 +201,86 @@ def _travel(placement: Placement, costs: Costs, send: Op, stage: int, other: int
     if placement.rank_of[stage] == placement.rank_of[other]:
         return 0.0
     return costs.message_time(placement, send, stage, other)
+
+
+# MERGED: Which placements and numbers of microbatches are searched.
+
+
+PLACEMENTS = ("loop", "v", "any")
+CHUNKS = {"loop": (1, 2), "v": (2,)}  # that are tried if nothing is said
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """A placement, a number of microbatches, and what one of them costs."""
+
+    shape: str  # "loop" or "v"
+    chunks: int
+    placement: Placement
+    microbatches: int
+    costs: Costs
+
+    def __str__(self) -> str:
+        return f"{self.shape} x {self.chunks}"
+
+
+def arrangements(
+    ranks: int, microbatches: int | Sequence[int], costs: Costs, placement: str, chunks: int | None
+) -> list[Arrangement]:
+    """All that are allowed, in the order in which they are tried."""
+    positive(ranks=ranks)
+    if placement not in PLACEMENTS:
+        raise PlanError(f"placement={placement!r}: give one of {', '.join(map(repr, PLACEMENTS))}.")
+    if not isinstance(costs, Costs):
+        raise PlanError(f"costs={costs!r}: give Costs, as in Costs(forward=18.5, transfer=0.6).")
+    counts = list(microbatches) if isinstance(microbatches, Sequence) else [microbatches]
+    if not counts:
+        raise PlanError("microbatches is an empty list: give a number, or the numbers that are allowed.")
+    for count in counts:
+        positive(microbatches=count)
+    chunks = _chunks(ranks, costs, chunks)
+    shapes = ("loop", "v") if placement == "any" else (placement,)
+    return [
+        Arrangement(shape, number, getattr(Placement, shape)(ranks, number), count, _scaled(costs, counts[0] / count))
+        for count in dict.fromkeys(counts)
+        for shape in shapes
+        for number in (CHUNKS[shape] if chunks is None else (chunks,))
+        if shape == "loop" or number > 1 or placement == "v"
+    ]
+
+
+def _chunks(ranks: int, costs: Costs, chunks: int | None) -> int | None:
+    """The number of chunks, if it is given, by itself or by costs that are given for each stage."""
+    if chunks is not None:
+        positive(chunks=chunks)
+        return chunks
+    for name in TIMES + MEMORY:
+        value = getattr(costs, name)
+        if isinstance(value, Sequence | Mapping):
+            if len(value) == 0 or len(value) % ranks:
+                raise PlanError(
+                    f"{name} has {len(value)} values, for as many stages, which {ranks} ranks cannot share evenly: "
+                    f"give one value for each stage, and {ranks}, {2 * ranks}, {3 * ranks}... stages."
+                )
+            return len(value) // ranks
+    return None
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    """The costs of a microbatch that is `factor` times as large; the latency of a Link stays."""
+    if factor == 1:
+        return costs
+    changes: dict[str, object] = {}
+    for name in (*TIMES, *MEMORY, "transfer", "message_bytes"):
+        value = getattr(costs, name)
+        if isinstance(value, Mapping):
+            changes[name] = {key: _times(each, factor) for key, each in value.items()}
+        elif isinstance(value, Sequence):
+            changes[name] = [each * factor for each in value]
+        elif value is not None:
+            changes[name] = _times(value, factor)
+    return replace(costs, **changes)  # type: ignore[arg-type]
+
+
+def _times(value: float | Link, factor: float) -> float | Link:
+    return value if isinstance(value, Link) else value * factor

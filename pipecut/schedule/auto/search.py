@@ -6,24 +6,16 @@ from collections.abc import Sequence
 from random import Random
 
 from ...errors import PlanError
-from ..amount import amount
-from ..collector import collector_paused
-from ..costs import Costs
+from ..costs import Costs, amount
 from ..plan import Plan
 from ..simulate import simulate
-from .arrangements import Arrangement, arrangements
-from .bound import lower_bound
-from .budget import Budget
-from .candidate import OBJECTIVES, Candidate
-from .drafts import drafted, tuned
-from .fixed import fixed_candidates
-from .found import FoundPlan, Tried
-from .greedy import Rules
-from .limits import Excess, MemoryLimit, limits_of, nothing_fits
+from ..walk import collector_paused
+from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
+from .greedy import Rules, drafted, tuned
 from .moves import moved
-from .problem import problem_for
-from .refits import refits
-from .timing import Clock
+from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, nothing_fits, problem_for
+from .refit import refits
+from .timing import Budget, Clock, lower_bound
 
 GRID, TUNING, MOVING = 0.3, 0.25, 0.45  # parts of the budget
 FINALISTS = 2  # arrangements, and plans to start from, that are improved

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 
 
 class Timing(NamedTuple):
@@ -110,3 +111,118 @@ class Clock:
             if held > most:
                 most = held
         return most
+
+
+# MERGED: What no plan can beat, whatever its order and its memory.
+
+
+def lower_bound(problem: Problem, objective: str) -> float:
+    """The least that the time of a plan can be: its longest span, or its makespan.
+
+    From the first pass of a rank r, a rank q below it cannot start before a microbatch has come there. q then has all
+    its forwards and input gradients to do before the last gradient goes back to r, which ends with a weight gradient.
+    And every rank computes at least its work, in a makespan after its first microbatch has come.
+    """
+    time, last = problem.time, problem.stages - 1
+    inputs = [min(time[INPUT][stage], time[FULL][stage]) for stage in range(last + 1)]
+    both = [
+        min(time[FULL][stage], time[INPUT][stage] + time[WEIGHT][stage]) - inputs[stage] for stage in range(last + 1)
+    ]
+    # The first stage of rank r is stage r in each placement here, so that a way down leads along these.
+    way_down, way_up = [0.0], [0.0]
+    for stage in range(problem.ranks - 1):
+        way_down.append(way_down[-1] + time[FORWARD][stage] + problem.down[stage])
+        way_up.append(way_up[-1] + problem.up[stage + 1] + inputs[stage])
+    chain = _chains(problem, inputs)
+    best = 0.0
+    for rank in range(problem.ranks) if objective == "span" else (0,):
+        for below in range(rank, problem.ranks):
+            stages = problem.placement.stages_of[below]
+            turn = problem.microbatches * sum(time[FORWARD][stage] + inputs[stage] for stage in stages)
+            through = max(turn, chain[below])
+            there, back = way_down[below] - way_down[rank], way_up[below] - way_up[rank]
+            best = max(best, there + through + back + both[rank])
+    heads = way_down if objective == "makespan" else [0.0] * problem.ranks
+    return max(best, *(head + work for head, work in zip(heads, problem.work, strict=True)))
+
+
+def _chains(problem: Problem, inputs: list[float]) -> list[float]:
+    """By rank: one microbatch from its first stage's forward to that stage's input gradient, alone in the pipeline."""
+    chains = [0.0] * problem.ranks
+    way = 0.0
+    for stage in reversed(range(problem.stages)):
+        if stage < problem.stages - 1:
+            way += problem.down[stage] + problem.up[stage + 1]
+        way += problem.time[FORWARD][stage] + inputs[stage]
+        if stage < problem.ranks:
+            chains[stage] = way
+    return chains
+
+
+# MERGED: Which passes of timed rows keep a rank from ending sooner.
+
+
+Place = tuple[int, int]  # rank and index in its row
+
+
+def critical_places(clock: Clock, rows: Sequence[Row], starts: Sequence[float], rank: int) -> list[Place]:
+    """The passes on the longest chain to the end of a rank that start when the pass before them in their row ends."""
+    where = {number: (each, place) for each, row in enumerate(rows) for place, number in enumerate(row)}
+    found = []
+    at: Place | None = (rank, len(rows[rank]) - 1)
+    while at is not None:
+        row, place = rows[at[0]], at[1]
+        number = row[place]
+        before = row[place - 1] if place else None
+        if before is not None and starts[number] - starts[before] - clock.lasts[before] <= 1e-9 * starts[number]:
+            found.append(at)
+            at = (at[0], place - 1)
+        else:
+            at = _maker(clock, number, where)
+    return found
+
+
+def _maker(clock: Clock, number: int, where: dict[int, Place]) -> Place | None:
+    """Where the pass is for whose message a pass waited; None for what was there from the start."""
+    slot = clock.needs[number]
+    if slot == clock.nothing:
+        return None
+    block = (
+        clock.nothing // 2
+    )  # slots of forwards, then of input gradients, numbered as F and I are; B fills those of I
+    return where[slot] if slot < block or slot in where else where[slot + 2 * block]
+
+
+# MERGED: How much searching is done: so many passes placed or timed, and never longer than the clock allows.
+# MERGED:
+# MERGED: The clock is that of the searching thread, so that other work on the machine changes nothing. The count follows from the
+# MERGED: time that is given and from a modest speed of a machine, so that on most machines it is the count that ends a search,
+# MERGED: and the result is the same every time.
+
+
+DRAFTED = 200_000  # passes that are placed in a second by the rules
+TIMED = 2_000_000  # passes of given rows that are timed in a second
+COUNTED = 0.4  # the part of the given time that the counts may take
+CLOCKED = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
+
+
+class Budget:
+    """What is left of a search."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.deadline = time.thread_time() + CLOCKED * seconds
+        self.ended_by_clock = False
+
+    def drafts(self, passes: int, part: float) -> int:
+        """How many drafts of so many passes may be made in a part of the budget."""
+        return int(COUNTED * part * self.seconds * DRAFTED / passes)
+
+    def timings(self, passes: int, part: float) -> int:
+        """How many rows of so many passes may be timed in a part of the budget."""
+        return int(COUNTED * part * self.seconds * TIMED / passes)
+
+    def is_over(self) -> bool:
+        """Whether the clock ends the search."""
+        self.ended_by_clock = self.ended_by_clock or time.thread_time() > self.deadline
+        return self.ended_by_clock

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from .breadth_first import forward_only, gpipe, looped_bfs
 from .controllable_memory import v_half, v_min
-from .dualpipe_v import dualpipe_v
-from .forward_only import forward_only
-from .gpipe import gpipe
-from .interleaved import interleaved_one_f_one_b
-from .interleaved_zero_bubble import interleaved_zero_bubble
-from .looped_bfs import looped_bfs
-from .one_f_one_b import one_f_one_b
-from .zero_bubble_h import zero_bubble_h1, zero_bubble_h2
-from .zero_bubble_v import zero_bubble_v
+from .one_f_one_b import interleaved_one_f_one_b, one_f_one_b
+from .v_shaped import dualpipe_v, zero_bubble_v
+from .zero_bubble import interleaved_zero_bubble, zero_bubble_h1, zero_bubble_h2
 
 __all__ = [
     "dualpipe_v",

@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 from ...errors import PlanError, did_you_mean
 from ..action import Op
-from ..collector import collector_paused
 from ..plan import Plan
-from .backwards import merge_backwards
-from .bubbles import add_bubbles, drop_bubbles
-from .receives import receive_early, receive_late
+from ..walk import collector_paused
+from .reorder import add_bubbles, drop_bubbles, merge_backwards, receive_early, receive_late
 from .sharding import add_reduce_grad, add_unshard_reshard
-from .ties import add_reduce_ties, drop_reduce_ties
-from .transfers import add_transfers
+from .transfers import add_reduce_ties, add_transfers, drop_reduce_ties
 
 __all__ = [
     "add_bubbles",

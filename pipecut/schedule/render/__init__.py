@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .gantt import text
 from .html_page import html
-from .svg_picture import svg
+from .svg import svg
 from .trace_file import chrome_trace
 
 __all__ = ["chrome_trace", "html", "svg", "text"]

@@ -9,10 +9,9 @@ from textwrap import wrap
 
 from ...errors import PlanError
 from ..action import TRANSFERS, Action
-from ..grid import BUBBLE
+from ..plan import BUBBLE
 from ..timeline import Span
-from .cells import owners
-from .palette import LETTER, NAMES
+from .palette import LETTER, NAMES, owners
 from .rows import Chart, Sources, axis_name, charts, number, whole_time, with_unit
 
 FILL = "─"

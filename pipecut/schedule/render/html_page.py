@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from html import escape
 
 from ..action import TRANSFERS, Action, Op
-from ..output import FilePath, saved
+from ..plan import FilePath, saved
 from .gantt import text
 from .html_script import SCRIPT
 from .palette import HUE, LETTER, NAMES, TILE, is_neutral, look
 from .rows import Chart, Sources, axis_name, charts, whole_time
-from .svg_frame import hatches, legend
+from .svg import hatches, legend
 
 BACK, FRONT, FOOT = 0, 1, 2  # the tracks of a lane, as in the script
 DIGITS = 7  # of the whole time, in which times are kept

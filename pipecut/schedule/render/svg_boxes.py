@@ -9,9 +9,8 @@ from html import escape
 
 from ..action import COMPUTE, TRANSFERS, Action, Op
 from ..timeline import Span
-from .gather import gathered
 from .palette import LETTER, ORDER, is_neutral, look
-from .rows import Chart, number, with_unit
+from .rows import Chart, gathered, number, with_unit
 
 THINNEST = 0.8  # of a mark that is to be seen
 HATCHED_FROM, FRAMED_FROM = 6.0, 3.0  # widths

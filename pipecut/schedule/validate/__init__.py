@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ...errors import PlanError
-from ..collector import collector_paused
-from ..grid import marked_grid
-from ..plan import Plan
+from ..plan import Plan, marked_grid
+from ..walk import collector_paused
 from .deadlock import deadlock_faults
-from .fault import Fault
-from .order import Books, order_faults
+from .order import Books, Fault, order_faults
 from .upkeep import upkeep_faults
 
 __all__ = ["Fault", "find_faults", "validate"]

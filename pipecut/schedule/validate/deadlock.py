@@ -8,8 +8,7 @@ from ..action import Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
 from ..walk import Walk
-from .fault import Fault
-from .order import Books
+from .order import Books, Fault
 
 
 def deadlock_faults(plan: Plan, books: Books) -> list[Fault]:

@@ -1,4 +1,4 @@
-"""Each rank by itself: known actions, each exactly once, each after what it needs."""
+"""One reason why a plan cannot run, and where."""
 
 from __future__ import annotations
 
@@ -6,10 +6,30 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..action import BACKWARD, NEIGHBOUR, SENDS, TRANSFERS, Action, Op, transfer
-from ..ledger import Key, Ledger
 from ..plan import Plan
 from ..rules import GIVES, dependencies
-from .fault import Fault
+from ..walk import Key, Ledger
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one action of a rank. For an action that is missing, `step` is the end of the rank's list.
+
+    With `cause` False there is nothing wrong with the action itself: it waits for one that cannot run.
+    """
+
+    rank: int
+    step: int
+    action: Action
+    problem: str
+    cause: bool = True
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, step {self.step}, {self.action}: {self.problem}"
+
+
+# MERGED: Each rank by itself: known actions, each exactly once, each after what it needs.
+
 
 NO_PART = "cannot be part of an overlap; give it a step of its own"
 

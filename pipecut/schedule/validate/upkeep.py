@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from ..action import Action, Op
 from ..plan import Plan
-from .fault import Fault
-from .order import Books
+from .order import Books, Fault
 
 REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
 

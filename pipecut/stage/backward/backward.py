@@ -8,6 +8,7 @@ searched for the few operations whose weight gradients are most of the work.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,14 +17,62 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...errors import InputError
-from .engine import accumulate
-from .graph import Graph
-from .held_gradients import hold_gradients
-from .input_gradients import defer_weights
-from .pending import PendingWeights, nothing
-from .stage_weights import StageWeights
-from .starts import Gradients, Receivers, Starts, find_receivers, find_starts, take_gradients
-from .worth import least_work
+from .engine import (
+    Gradients,
+    PendingWeights,
+    Receivers,
+    Starts,
+    accumulate,
+    find_receivers,
+    find_starts,
+    nothing,
+    take_gradients,
+)
+from .input_gradients import Graph, defer_weights
+from .weights import StageWeights, least_work
+
+# MERGED: The split of a small stage: all gradients at once, those of the parameters held back until they are asked for.
+# MERGED:
+# MERGED: Where a weight's gradient takes no longer than to find it in the graph and to put it off, that would gain nothing.
+
+
+def hold_gradients(
+    starts: Starts, inputs: Sequence[Any], receivers: Receivers, parameters: Sequence[Tensor]
+) -> tuple[Gradients, PendingWeights]:
+    """Run the full backward with the parameters' `.grad` put aside; afterwards it is as it was."""
+    before = _exchange(parameters, itertools.repeat(None))
+    try:
+        accumulate(starts.outputs, starts.gradients)
+    finally:
+        held = _exchange(parameters, before)
+    return take_gradients(inputs, receivers), PendingWeights(functools.partial(_add, parameters, held))
+
+
+def _exchange(parameters: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Give each parameter another `.grad`, and return what it was."""
+    found = []
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        found.append(parameter.grad)
+        parameter.grad = gradient
+    return found
+
+
+def _add(parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+    """Add to `.grad` as autograd does: the first gradient becomes it, later ones are added in place."""
+    sums, terms = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        before = parameter.grad
+        if before is None:
+            parameter.grad = gradient
+        elif before.is_sparse or before.requires_grad:
+            accumulate((parameter,), (gradient,))
+        else:
+            sums.append(before)
+            terms.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, terms)
 
 
 def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> Gradients:

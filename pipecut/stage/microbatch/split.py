@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from ...pipe_ir.structure import unflatten
-from .call_leaves import Call, open_call
-from .chunk_spec import Replicate, TensorChunkSpec
-from .sample_count import agreed_sizes
-from .spec_match import Rule, match_specs
-from .tensor_cut import cut, cut_dim
+from ...pipe_ir import unflatten
+from .calls import Call, agreed_sizes, open_call
+from .spec import Replicate, Rule, TensorChunkSpec, match_specs
+from .tensors import cut, cut_dim
 
 
 @dataclass(frozen=True)

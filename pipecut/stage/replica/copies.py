@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import InputError
 from .replica import Alone
-from .replicated import Copied, Wrapped
-from .static_graph import StaticGraph
+from .replicated import Copied, StaticGraph, Wrapped
 
 
 class Copies(Alone):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pipecut.errors import InputError
 from pipecut.stage.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from pipecut.stage.microbatch.merge_leaf import PlacementError
+from pipecut.stage.microbatch.merge import PlacementError
 from pipecut.stage.microbatch.split import _split_tensor
 
 

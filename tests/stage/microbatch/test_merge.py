@@ -19,7 +19,7 @@ from pipecut.stage.microbatch import (
     merge_chunks,
     sum_reducer,
 )
-from pipecut.stage.microbatch.chunk_spec import _CustomReducer, _LossReducer
+from pipecut.stage.microbatch.spec import _CustomReducer, _LossReducer
 from tests.nested_values import assert_same
 
 

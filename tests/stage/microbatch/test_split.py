@@ -18,9 +18,9 @@ from pipecut.stage.microbatch import (
     split_by_specs,
     split_tensor,
 )
-from pipecut.stage.microbatch.chunk_spec import _Replicate
+from pipecut.stage.microbatch.spec import _Replicate
 from pipecut.stage.microbatch.split import _split_tensor
-from pipecut.stage.microbatch.tensor_cut import even_sizes
+from pipecut.stage.microbatch.tensors import even_sizes
 from tests.nested_values import assert_same
 
 

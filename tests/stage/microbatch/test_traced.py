@@ -13,7 +13,7 @@ from pipecut import SplitPoint, pipeline
 from pipecut.errors import InputError
 from pipecut.pipe_ir.pipe import Pipe
 from pipecut.stage.microbatch import merge_chunks, split_by_dims
-from pipecut.stage.microbatch.batch_dims import batch_dims
+from pipecut.stage.microbatch.calls import batch_dims
 
 
 class Net(nn.Module):

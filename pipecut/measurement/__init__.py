@@ -1,1 +1,0 @@
-"""Times measured by running: the blocks of a chain, forward and both halves of the backward."""

@@ -1,0 +1,201 @@
+"""Copies of a module tree that share its tensors: what is done to a copy never reaches the user's model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import PipeError
+
+# MERGED: Subclasses made at run time, without telling the user's class about them.
+
+
+class _Quiet:
+    """Comes first among the bases, so that the __init_subclass__ of the user's class does not run."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) -> type[nn.Module]:
+    """A class that reads as `cls`, is one, and has other members."""
+    name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    quiet = () if issubclass(cls, _Quiet) else (_Quiet,)
+    return type(cls.__name__, (*quiet, *bases, cls), {**name, **members})
+
+
+# MERGED: A module without its tensors, for others that read its plain attributes.
+
+
+class AbsentTensorError(PipeError, AttributeError):
+    """A tensor was asked for that another stage has."""
+
+
+def empty(module: nn.Module, path: str) -> None:
+    """Take the tensors from a module; who asks for one of them is told where it is.
+
+    >>> import torch
+    >>> linear = nn.Linear(2, 3)
+    >>> empty(linear, "head")
+    >>> linear.out_features
+    3
+    >>> linear.weight
+    Traceback (most recent call last):
+    pipecut.pipe_ir.emptied.AbsentTensorError: head.weight is asked for in a stage that does not hold 'head', by a \
+module that refers to it without having registered it: cut so that both are in one stage, or pass the tensor as an \
+argument
+    """
+    names = {name for tensors in (module._parameters, module._buffers) for name in tensors}
+    module._parameters.clear()
+    module._buffers.clear()
+    base: Any = type(module)
+
+    def __getattr__(self: nn.Module, name: str) -> Any:  # noqa: N807
+        if name in names:
+            raise AbsentTensorError(
+                f"{path}.{name} is asked for in a stage that does not hold {path!r}, by a module that refers to it "
+                "without having registered it: cut so that both are in one stage, or pass the tensor as an argument"
+            )
+        return base.__getattr__(self, name)
+
+    module.__class__ = quiet_subclass(base, {"__getattr__": __getattr__})
+
+
+# The dicts in which nn.Module keeps the user's callables.
+HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def clone(
+    model: nn.Module,
+    absent: Collection[nn.Module] = (),
+    replaced: Mapping[int, torch.Tensor] | None = None,
+    emptied: Mapping[nn.Module, str] | None = None,
+) -> nn.Module:
+    """A new module tree of the same classes over the same tensors; `absent` modules are left out.
+
+    Of the absent ones, those that are `emptied`, here with their paths, are there for modules that refer to them
+    without having registered them: outside of the tree, without parameters and buffers.
+
+    Tensors whose id is in `replaced` are others in the copy, wherever a module refers to them.
+
+    Attributes that refer to modules (lists of them, bound methods) refer to the copies; hooks are kept as they are.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> other = clone(model)
+    >>> other[0] is model[0], other[0].weight is model[0].weight
+    (False, True)
+    """
+    emptied = emptied or {}
+    left_out = {id(module) for module in absent}
+    memo: dict[int, Any] = dict.fromkeys(left_out - {id(module) for module in emptied})
+    kept = [module for module in model.modules() if id(module) not in left_out]
+    for module in (*kept, *emptied):
+        for shared in _shared_values(module):
+            memo[id(shared)] = (replaced or {}).get(id(shared), shared)
+        for value in vars(module).values():
+            if type(value) in (collections.OrderedDict, dict, set) and not value:
+                memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each
+    copied, memo = _deepcopy(model, [*kept, *emptied], memo)
+    for module in kept:
+        for name, child in module._modules.items():
+            if id(child) in left_out:
+                memo[id(module)]._modules.pop(name, None)
+    for module, path in emptied.items():
+        empty(memo[id(module)], path)
+    return copied
+
+
+def _shared_values(module: nn.Module) -> Iterator[Any]:
+    """What the copy has in common with the original: tensors, and callables that are not the module's own."""
+    yield from (tensor for tensor in module._parameters.values() if tensor is not None)
+    yield from (tensor for tensor in module._buffers.values() if tensor is not None)
+    for name, value in vars(module).items():
+        if name in HOOK_DICTS:
+            yield from (hook for hook in value.values() if not _belongs_to_a_module(hook))
+
+
+def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
+    """A bound method of a module, or torch's wrapper around one, must follow the module into its copy."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if type(hook).__name__ == "_WrappedHook":
+        return True
+    return isinstance(hook, types.MethodType) and isinstance(hook.__self__, nn.Module)
+
+
+def _deepcopy(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
+    """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
+    attempt = dict(memo)
+    try:
+        with _shared_tensors():
+            return copy.deepcopy(model, attempt), attempt
+    except Exception:
+        for module in modules:
+            for name, value in vars(module).items():
+                if name not in ("_modules", "_parameters", "_buffers") and not _can_be_copied(value, memo):
+                    memo[id(value)] = value
+        with _shared_tensors():
+            return copy.deepcopy(model, memo), memo
+
+
+@contextlib.contextmanager
+def _shared_tensors() -> Iterator[None]:
+    """Let deepcopy keep all tensors that it meets, also those of modules in plain lists and of other objects."""
+    with contextlib.ExitStack() as stack:
+        for cls in (torch.Tensor, nn.Parameter):
+            stack.enter_context(patch.object(cls, "__deepcopy__", lambda tensor, memo: tensor))
+        yield
+
+
+def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
+    try:
+        with _shared_tensors():
+            copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
+# MERGED: Stand-ins for tensors on the meta device: fake tensors that say they are on the CPU.
+# MERGED:
+# MERGED: On the meta device a tensor that the forward makes from Python values would lose them, and mix with no other device.
+
+
+def stand_in_for_meta(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Replace all parameters and buffers of a module tree by stand-ins; the stand-ins of the inputs."""
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
+        made: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = made.setdefault(id(tensor), _stand_in(tensor))  # type: ignore[assignment]
+        return tuple(_stand_in(tensor) for tensor in inputs)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)

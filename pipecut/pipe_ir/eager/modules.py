@@ -1,0 +1,248 @@
+"""Lets modules stay as they are during a trace: each of their calls is one step, and their code does not run."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..copies import quiet_subclass
+from ..structure import flatten, unflatten
+from ..tracing.recorder import Recorder
+from ..tracing.run import why_and_where
+from .example_runs import KnownSize, size_from
+from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor
+
+# MERGED: The operator that stands in a trace for the call of a module that stays as it is.
+
+
+torch.library.define(
+    "pipecut::eager_call",
+    "(Tensor[] inputs, Tensor[] state, Tensor(a!)[] written, str label) -> Tensor[]",
+)
+
+EAGER_CALL: Callable[..., list[torch.Tensor]] = torch.ops.pipecut.eager_call.default
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that a call is to return; a size of None depends on the data.
+
+    `order` are its dims as they lie in memory.
+    """
+
+    shape: tuple[Any, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_TO_MAKE: list[Sequence[NewTensor]] = []
+
+
+@torch.library.register_fake("pipecut::eager_call")  # type: ignore[untyped-decorator]
+def _stand_ins(*_: Any) -> list[torch.Tensor]:
+    new_size = torch.library.get_ctx().new_dynamic_size
+    return [_empty(new, [new_size() if size is None else size for size in new.shape]) for new in _TO_MAKE[-1]]
+
+
+def _empty(new: NewTensor, shape: list[Any]) -> torch.Tensor:
+    lying = torch.empty([shape[dim] for dim in new.order], dtype=new.dtype, device=new.device)
+    return lying.permute([new.order.index(dim) for dim in range(len(shape))])
+
+
+def record_call(
+    inputs: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    label: str,
+    results: Sequence[NewTensor],
+) -> list[torch.Tensor]:
+    """Put one step into the trace that goes on; its results are tensors of the tracer."""
+    _TO_MAKE.append(results)
+    try:
+        return list(EAGER_CALL(list(inputs), list(state), list(written), label))
+    finally:
+        _TO_MAKE.pop()
+
+
+class HiddenTieError(Exception):
+    """A module cannot stay as it is by itself: something passes between it and others unseen."""
+
+
+class EagerModules:
+    """For one trace: the modules at `paths` stay as they are, and so does any that turns out not to be traceable.
+
+    `found` has the latter with the exception that each raised. A trace in which something was found is of no use, as
+    it holds what these modules did before they failed; it has to be made again.
+    """
+
+    def __init__(self, seen: Observations, paths: Collection[str]) -> None:
+        self.seen = seen
+        self.paths = paths
+        self.found: dict[str, Exception] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._model: nn.Module
+        self._recorder: Recorder
+
+    def prepare(self, model: nn.Module, recorder: Recorder) -> None:
+        """Change the calls of the copy that is about to be traced. The model itself is no module that can stay."""
+        self._model, self._recorder = model, recorder
+        for path, module in model.named_modules():
+            if path and not isinstance(module, torch.jit.ScriptModule):
+                module.__class__ = quiet_subclass(type(module), {"__call__": self._call_of(path, type(module))})
+
+    def _call_of(self, path: str, cls: type[nn.Module]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if not self._recorder.listens:
+                return cls.__call__(module, *args, **kwargs)
+            key = (path, self._counts[path])
+            self._counts[path] += 1
+            if path in self.paths:
+                return self._stand_in(key, module, args, kwargs)
+            depth = self._recorder.depth
+            try:
+                return cls.__call__(module, *args, **kwargs)
+            except Exception as error:
+                call = self.seen.on_example.calls.get(key)
+                if call is None:
+                    raise
+                if call.hidden:
+                    tie = f"{path!r} cannot be traced ({why_and_where(error)}) nor stay as it is: it {call.hidden[0]}"
+                    raise HiddenTieError(tie) from error
+                # The trace goes on, so as to find the other modules that fail.
+                self._recorder.abandon(depth)
+                self.found[path] = error
+                return self._stand_in(key, module, args, kwargs)
+
+        return __call__
+
+    def _stand_in(self, key: CallKey, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """One step in place of a call, and the results that the call had on the example, as tensors of the tracer."""
+        path, number = key
+        if key not in self.seen.on_example.calls:
+            raise HiddenTieError(f"{path!r} is called {number + 1} times in the trace, and less often on the example")
+        call = self.seen.on_example.calls[key]
+        if call.hidden:
+            raise HiddenTieError(f"{path!r} {call.hidden[0]}")
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        inputs = [seen.node.meta["val"] for seen in self._recorder.inputs]
+        for (nth, dim), *others in self.seen.same_sizes:
+            for other, other_dim in others:
+                torch._check(inputs[nth].shape[dim] == inputs[other].shape[other_dim])  # type: ignore[no-untyped-call]
+        results = _Results(key, self.seen.runs, tensors, inputs)
+        fresh = [leaf for leaf in call.result.leaves if isinstance(leaf, ObservedTensor) and results.is_fresh(leaf)]
+        state = [*module.parameters(), *module.buffers()]
+        written = [tensors[at] for at in call.written_arguments]
+        written += [self._model.get_buffer(name) for name in call.written_buffers]
+        label = path if number == 0 else f"{path}#{number}"
+        made = iter(record_call(tensors, state, written, label, [results.new(leaf) for leaf in fresh]))
+        leaves = [
+            results.size(position)
+            if not isinstance(leaf, ObservedTensor)
+            else self._tensor(leaf.state)
+            if leaf.state is not None
+            else _with_gradient(leaf, next(made) if results.is_fresh(leaf) else results.view(leaf))
+            for position, leaf in enumerate(call.result.leaves)
+        ]
+        return unflatten(call.result.structure, leaves)
+
+    def _tensor(self, name: str) -> Tensor:
+        path, _, last = name.rpartition(".")
+        tensor: Tensor = getattr(self._model.get_submodule(path), last)
+        return tensor
+
+
+class _Results:
+    """What a call returns, with the sizes of this trace."""
+
+    def __init__(
+        self, key: CallKey, runs: Sequence[ObservedRun], tensors: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        first = runs[0].calls[key]
+        alike = [run for run in runs if key in run.calls and _is_alike(run.calls[key], first)]
+        self.calls = [run.calls[key] for run in alike]
+        self.tensors = tensors
+        of_runs = [(*call.argument_shapes, *run.input_shapes) for call, run in zip(self.calls, alike, strict=True)]
+        names = (*(tensor.shape for tensor in tensors), *(tensor.shape for tensor in inputs))
+        self.known = _known_sizes(of_runs, names)
+        self.known_strides = [
+            *self.known,
+            *_known_sizes([call.argument_strides for call in self.calls], [_strides(tensor) for tensor in tensors]),
+        ]
+        self._views: dict[ObservedTensor, tuple[list[Any], list[Any], Any]] = {}
+        for position, leaf in enumerate(first.result.leaves):
+            if isinstance(leaf, ObservedTensor):
+                self._learn(position, leaf)
+
+    def _learn(self, position: int, leaf: ObservedTensor) -> None:
+        seen = [call.result.leaves[position] for call in self.calls]
+        shape = [size_from(values, self.known) for values in zip(*(each.shape for each in seen), strict=True)]
+        stride = [size_from(values, self.known_strides) for values in zip(*(each.stride for each in seen), strict=True)]
+        self._views[leaf] = shape, stride, size_from([each.offset for each in seen], self.known_strides)
+
+    def is_fresh(self, leaf: ObservedTensor) -> bool:
+        """Whether a result has memory of its own, or may be said to."""
+        shape, stride, offset = self._views[leaf]
+        return leaf.state is None and (leaf.argument is None or None in (*shape, *stride, offset))
+
+    def new(self, leaf: ObservedTensor) -> NewTensor:
+        order = tuple(sorted(range(len(leaf.stride)), key=lambda dim: -leaf.stride[dim]))
+        return NewTensor(tuple(self._views[leaf][0]), order, leaf.dtype, leaf.device)
+
+    def view(self, leaf: ObservedTensor) -> Tensor:
+        """A result that shares the memory of an argument."""
+        assert leaf.argument is not None
+        argument = self.tensors[leaf.argument]
+        call = self.calls[0]
+        same = (call.argument_shapes[leaf.argument], call.argument_strides[leaf.argument])
+        if (leaf.shape, leaf.stride) == same:
+            return argument
+        return argument.as_strided(*self._views[leaf])
+
+    def size(self, position: int) -> Any:
+        """A result that is no tensor; a whole number that follows the sizes of the runs is a size itself."""
+        values = [call.result.leaves[position] for call in self.calls]
+        if all(type(value) is int for value in values) and any(value != values[0] for value in values):
+            size = size_from(values, self.known)
+            return values[0] if size is None else size
+        return values[0]
+
+
+def _is_alike(call: ObservedCall, other: ObservedCall) -> bool:
+    """Whether two calls of a module have results of one structure."""
+    leaves = call.result.leaves, other.result.leaves
+    return (
+        list(call.result.structure.paths()) == list(other.result.structure.paths())
+        and [len(shape) for shape in call.argument_shapes] == [len(shape) for shape in other.argument_shapes]
+        and all(_dims(mine) == _dims(theirs) for mine, theirs in zip(*leaves, strict=True))
+    )
+
+
+def _dims(leaf: Any) -> int | None:
+    return len(leaf.shape) if isinstance(leaf, ObservedTensor) else None
+
+
+def _known_sizes(runs: Sequence[Sequence[Sequence[int]]], names: Sequence[Sequence[Any]]) -> list[KnownSize]:
+    """The sizes that differ from run to run."""
+    found: dict[tuple[int, ...], Any] = {}
+    for nth, sizes in enumerate(names):
+        for dim, name in enumerate(sizes):
+            values = tuple(run[nth][dim] for run in runs)
+            if len(set(values)) > 1 and not isinstance(name, int):
+                found.setdefault(values, name)
+    return [KnownSize(values, name) for values, name in found.items()]
+
+
+def _strides(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+
+
+def _with_gradient(leaf: ObservedTensor, tensor: Tensor) -> Tensor:
+    if leaf.requires_grad == tensor.requires_grad:
+        return tensor
+    return tensor.requires_grad_() if leaf.requires_grad else tensor.detach()

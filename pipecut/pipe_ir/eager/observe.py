@@ -1,0 +1,282 @@
+"""What the calls of a model's modules took and gave in one run on real tensors."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..copies import quiet_subclass
+from ..marker import is_mark
+from ..sizes.dynamic import Place
+from ..structure import Atom, flatten
+from ..traced import Template
+
+CallKey = tuple[str, int]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ObservedTensor(Atom):
+    """A tensor among the results of a call.
+
+    `argument` is the position of the tensor argument that it shares its memory with, `state` the name of the
+    parameter or buffer that it is.
+    """
+
+    shape: Shape
+    stride: Shape
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    argument: int | None
+    state: str | None
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """One call of a module: shapes and strides of its tensor arguments, its result, and what it wrote to.
+
+    `hidden` says what ties the call to the code around it besides its arguments and results; `marked` whether a
+    pipe_split() ran inside.
+    """
+
+    argument_shapes: tuple[Shape, ...]
+    argument_strides: tuple[Shape, ...]
+    result: Template
+    written_arguments: tuple[int, ...]
+    written_buffers: tuple[str, ...]
+    hidden: tuple[str, ...]
+    marked: bool
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """One run of a model: the shapes of its tensor inputs, and all calls by path and number."""
+
+    input_shapes: tuple[Shape, ...]
+    calls: Mapping[CallKey, ObservedCall]
+    changed: tuple[str, ...] = ()  # attributes that forwards have set
+
+
+@dataclass(frozen=True)
+class Observations:
+    """All that was seen of a model: the run on the example, those on other sizes, and which sizes must be the same."""
+
+    on_example: ObservedRun
+    on_other_sizes: tuple[ObservedRun, ...]
+    same_sizes: tuple[tuple[Place, ...], ...]
+
+    @property
+    def runs(self) -> tuple[ObservedRun, ...]:
+        return (self.on_example, *self.on_other_sizes)
+
+
+# MERGED: Watches a model run on real tensors, and writes down what each module call takes, gives, writes and hides.
+
+
+@dataclass(eq=False)
+class _OpenCall:
+    """A call while its code runs."""
+
+    path: str
+    tensors: list[Tensor]
+    versions: list[int]
+    buffers: list[tuple[str, Tensor, int]]
+    returned: set[int] | None = None
+    hidden: dict[str, None] = field(default_factory=dict)
+    marked: bool = False
+
+
+class Watcher(TorchFunctionMode):
+    """Active while `model` (a copy of the user's) runs; `calls` has what was seen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._drafts: dict[CallKey, tuple[_OpenCall, ObservedCall]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._open: list[_OpenCall] = []
+        self._makers: MutableMapping[Tensor, tuple[_OpenCall, ...]] = WeakIdKeyDictionary()
+        self._own_work = 0
+        self._state = {
+            id(tensor): name
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        }
+        self._owners: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._owners.setdefault(id(tensor), []).append(f"{path}.")
+        for path, module in model.named_modules():
+            if path and not isinstance(module, torch.jit.ScriptModule):
+                module.__class__ = quiet_subclass(type(module), {"__call__": self._watched(path, type(module))})
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[CallKey, ObservedCall]:
+        """Run the model, and tell of every call but its own."""
+        for tensor in _tensors((args, dict(kwargs))):
+            self._makers[tensor] = ()
+        with self:
+            output = self._model(*args, **kwargs)
+        for tensor in _tensors(output, holders=True):
+            self._note_use(tensor)
+        return {
+            key: ObservedCall(
+                seen.argument_shapes, seen.argument_strides, seen.result, seen.written_arguments, seen.written_buffers,
+                tuple(draft.hidden), draft.marked,
+            )
+            for key, (draft, seen) in self._drafts.items()
+        }  # fmt: skip
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._own_work:
+            return func(*args, **(kwargs or {}))
+        used = list(_nested_tensors((args, kwargs or {})))
+        for tensor in used:
+            self._note_use(tensor)
+        result = func(*args, **(kwargs or {}))
+        known = set(map(id, used))
+        for tensor in _nested_tensors(result):
+            if id(tensor) not in known:
+                self._makers.setdefault(tensor, tuple(self._open))
+        if is_mark(func):
+            for call in self._open:
+                call.marked = True
+        return result
+
+    def _note_use(self, tensor: Tensor) -> None:
+        """A tensor gets into a call by its arguments or state, and out of it by its results, or in hiding."""
+        if id(tensor) in self._owners:
+            for call in self._open:
+                self._note_foreign_state(tensor, call)
+            return
+        makers = self._makers.get(tensor)
+        if makers is None:
+            return
+        for call in self._open:
+            if call not in makers and not any(tensor is argument for argument in call.tensors):
+                call.hidden["uses a tensor of another module that is not among its arguments"] = None
+        for call in makers:
+            if call.returned is not None and id(tensor) not in call.returned:
+                call.hidden["makes a tensor that others use and that is not among its results"] = None
+
+    def _watched(self, path: str, cls: type[nn.Module]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            with self._looking():
+                call = self._opened(path, module, args, kwargs)
+            self._open.append(call)
+            key = (path, self._counts[path])
+            self._counts[path] += 1
+            try:
+                output = cls.__call__(module, *args, **kwargs)
+            finally:
+                assert self._open.pop() is call
+            with self._looking():
+                self._drafts[key] = call, self._closed(call, module, output)
+            return output
+
+        return __call__
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What is asked of tensors here is no use that the model makes of them."""
+        self._own_work += 1
+        try:
+            yield
+        finally:
+            self._own_work -= 1
+
+    def _opened(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> _OpenCall:
+        tensors = _tensors((args, kwargs))
+        buffers = [(f"{path}.{name}", tensor, _version(tensor)) for name, tensor in module.named_buffers()]
+        call = _OpenCall(path, tensors, [_version(tensor) for tensor in tensors], buffers)
+        # Used or not in this run: nobody knows where the module's code goes in another one.
+        for tensor in _plain_attributes(module):
+            self._note_foreign_state(tensor, call)
+        return call
+
+    def _note_foreign_state(self, tensor: Tensor, call: _OpenCall) -> None:
+        owners = self._owners.get(id(tensor))
+        if owners is None or any(owner.startswith(f"{call.path}.") for owner in owners):
+            return
+        if not any(tensor is argument for argument in call.tensors):
+            call.hidden[f"uses {self._state[id(tensor)]!r}, which is not its own"] = None
+
+    def _closed(self, call: _OpenCall, module: nn.Module, output: Any) -> ObservedCall:
+        call.returned = set(map(id, _tensors(output, holders=True)))
+        written = [at for at, tensor in enumerate(call.tensors) if _version(tensor) != call.versions[at]]
+        now = {f"{call.path}.{name}": tensor for name, tensor in module.named_buffers()}
+        buffers = [
+            name for name, tensor, version in call.buffers if now.get(name) is not tensor or _version(tensor) != version
+        ]
+        seen = ObservedCall(
+            tuple(tuple(tensor.shape) for tensor in call.tensors),
+            tuple(_stride(tensor) for tensor in call.tensors),
+            Template.of(output, lambda leaf: self._observed(leaf, call), holders=True),
+            tuple(written),
+            tuple(buffers),
+            (),
+            False,
+        )
+        # The arguments need not live on: nobody else asks for them.
+        call.tensors, call.buffers = [], []
+        return seen
+
+    def _observed(self, leaf: Any, call: _OpenCall) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.layout != torch.strided:
+            call.hidden["returns a sparse tensor"] = None
+        memory = _memory(leaf)
+        shared = (at for at, tensor in enumerate(call.tensors) if memory is not None and _memory(tensor) == memory)
+        offset = int(leaf.storage_offset()) if memory is not None else 0
+        return ObservedTensor(
+            tuple(leaf.shape), _stride(leaf), offset, leaf.dtype, leaf.device, leaf.requires_grad,
+            next(shared, None), self._state.get(id(leaf)),
+        )  # fmt: skip
+
+
+def _tensors(value: Any, *, holders: bool = False) -> list[Tensor]:
+    return [leaf for leaf in flatten(value, holders=holders)[0] if isinstance(leaf, Tensor)]
+
+
+def _nested_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors that an operation takes or gives, alone and in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _nested_tensors(item)
+    elif isinstance(value, dict):
+        yield from _nested_tensors(list(value.values()))
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a module and those inside it keep without having registered them."""
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _nested_tensors(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _stride(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+
+
+def _memory(tensor: Tensor) -> int | None:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None

@@ -1,0 +1,1 @@
+"""Symbolic sizes: which may change, what the code decides about them, which are ruled out."""

@@ -1,0 +1,123 @@
+"""What a model's code decides about symbolic sizes while it is traced, in which call and on which line."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+
+from ..tracing.operators import operator_name
+from ..tracing.seen import OpenSpan
+from ..tracing.user_line import user_line
+
+# MERGED: Questions about sizes that concern how tensors lie in memory, and not what a model computes.
+# MERGED:
+# MERGED: Whether a tensor is contiguous depends on which of its dims have size 1. torch asks that to know the result of an
+# MERGED: operation. The operation itself is in the trace, and asks anew when it runs.
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+
+# Operations whose results have shapes that follow by arithmetic, whatever the sizes are.
+_SHAPE_BY_ARITHMETIC = {
+    f"aten::{name}"
+    for name in (
+        "alias", "as_strided", "clone", "contiguous", "copy_", "detach", "permute", "reshape", "select", "t",
+        "_to_copy", "to", "transpose", "unsqueeze", "view", "_unsafe_view",
+    )
+}  # fmt: skip
+
+
+def is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
+    """Whether what is asked now is such a question, and was answered as for any size but 0 and 1."""
+    return _is_general(expr, answer) and _is_asked_by_torch(_says_unequal(expr, answer))
+
+
+def _says_unequal(expr: sympy.Basic, answer: Any) -> bool:
+    return isinstance(expr, sympy.Ne if answer else sympy.Eq)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_general(expr: sympy.Basic, answer: Any) -> bool:
+    symbols = sorted(expr.free_symbols, key=str)
+    large = {symbol: sympy.prime(1000 + nth) for nth, symbol in enumerate(symbols)}
+    return bool(expr.subs(large) == answer)
+
+
+def _is_asked_by_torch(unequal: bool) -> bool:
+    """Asked within an operation, or by a method of a tensor that makes no operation, like contiguous().
+
+    An operation that asks whether a size is 1, and is told no, gives a result whose shape is right for 1 too: a size
+    that is broadcast has been tied to the other one. Only squeeze is different. What else is asked may decide on a
+    shape, as in `x[:2]`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    by_python = False
+    while frame is not None:
+        filename, name = frame.f_code.co_filename, frame.f_code.co_name
+        if name == "proxy_call" and filename.endswith("proxy_tensor.py"):
+            operation = operator_name(frame.f_locals["func"])
+            return operation in _SHAPE_BY_ARITHMETIC or (unequal and operation != "aten::squeeze")
+        if not filename.startswith((_TORCH, _OWN)):
+            return not by_python
+        by_python = by_python or name in ("__bool__", "__int__", "__index__", "_check_with")
+        frame = frame.f_back
+    return False
+
+
+class SizeDecisions:
+    """Listens to one trace.
+
+    `made` are the decisions, an expression and the answer, with the calls in which they were made; `lines` the lines of
+    code; `replaced` what symbols turned out to be, and where; `input_sizes` the sizes of the inputs at the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, Any], dict[int, OpenSpan]] = {}
+        self.lines: dict[tuple[Any, Any, int], str] = {}
+        self.replaced: dict[Any, tuple[Any, str]] = {}
+        self.input_sizes: list[tuple[Any, ...]] = []
+        self._shape_env: Any = None
+
+    def listen(self, tensors: Sequence[torch.Tensor], open_spans: Sequence[OpenSpan]) -> None:
+        """Note what is decided, in the innermost of the open spans, also where torch knows the answer by now."""
+        environments = (tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode"))
+        self._shape_env = next(environments, None)
+        if self._shape_env is None:
+            return
+        self.input_sizes = [tuple(_expression(size) for size in tensor.shape) for tensor in tensors]
+        decide, replacements = self._shape_env.evaluate_sym_node, self._shape_env.replacements
+
+        def decide_and_note(node: Any, *args: Any, **kwargs: Any) -> Any:
+            expr, known = node.expr, len(replacements)
+            answer = decide(node, *args, **kwargs)
+            for symbol in itertools.islice(replacements, known, None):
+                self.replaced[symbol] = (replacements[symbol], user_line())
+            if open_spans and kwargs.get("fallback_value") is None and getattr(expr, "free_symbols", None):
+                self._note(expr, answer, open_spans[-1])
+            return answer
+
+        self._shape_env.evaluate_sym_node = decide_and_note
+
+    @property
+    def replacements(self) -> dict[Any, Any]:
+        """What torch has found symbolic sizes to be."""
+        return {} if self._shape_env is None else dict(self._shape_env.replacements)
+
+    def _note(self, expr: Any, answer: Any, span: OpenSpan) -> None:
+        spans = self.made.get((expr, answer), {})
+        if id(span) not in spans and not is_about_layout(expr, answer):
+            self.made[expr, answer] = {**spans, id(span): span}
+            self.lines[expr, answer, id(span)] = user_line()
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size

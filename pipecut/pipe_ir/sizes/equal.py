@@ -1,0 +1,198 @@
+"""Sizes of inputs that are the same by the meaning of the model's code, though it would run if they were not.
+
+A mask of shape [batch, seq] that is read as `mask[torch.arange(batch), ...]` may have more rows than the batch as
+far as torch is concerned. Row i belongs to sample i all the same: if the batch is cut, the mask has to be cut with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..tracing.operators import operator_name
+from ..tracing.seen import SeenNode
+
+Hints = Mapping[sympy.Symbol, int]
+
+# Operations that leave row i of dim 0 what row i was, as long as there are as many rows after as before.
+_SAME_ROWS = {
+    "to", "_to_copy", "alias", "contiguous", "clone", "detach", "lift_fresh_copy", "eq", "ne", "gt", "ge", "lt", "le",
+    "logical_not", "bitwise_not", "__and__", "__or__", "mul", "add", "sub", "rsub", "masked_fill",
+    "view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "slice",
+}  # fmt: skip
+# Operations on a list of numbers that leave the numbers as they are, in another shape or type.
+_SAME_NUMBERS = {
+    "unsqueeze",
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "expand",
+    "to",
+    "_to_copy",
+    "alias",
+    "contiguous",
+    "clone",
+}
+
+_EVERYTHING = (0, 2**63 - 1)  # numbers[:, None] begins with numbers[0:...]
+
+
+def same_sizes(
+    nodes: Sequence[SeenNode], inputs: Sequence[Node], hints: Hints, names: Mapping[sympy.Symbol, str]
+) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Symbols that are to be replaced by others: those of inputs that are read row by row, or not at all.
+
+    `names` are those that the user gave: sizes of different names stay apart.
+    """
+    seen = {node.node: node for node in nodes}
+    free = {_symbol_of(node) for node in inputs} - {None}
+    merged: dict[sympy.Symbol, sympy.Symbol] = {}
+    for node in nodes:
+        if node.op == "call_function" and operator_name(node.target) == "aten::index":
+            source, index = node.args[0], node.args[1][0]
+            rows, numbers = _rows(source, seen), _row_numbers(index, seen)
+            alike = names.get(rows, names.get(numbers)) == names.get(numbers, names.get(rows))
+            if rows != numbers and {rows, numbers} <= free and hints[rows] == hints[numbers] and alike:
+                merged.setdefault(rows, numbers)
+    unused = _of_unused(nodes, inputs, hints, merged)
+    return _chained(merged | {symbol: batch for symbol, batch in unused.items() if symbol not in names})
+
+
+def _of_unused(
+    nodes: Sequence[SeenNode],
+    inputs: Sequence[Node],
+    hints: Hints,
+    merged: Mapping[sympy.Symbol, sympy.Symbol],
+) -> dict[sympy.Symbol, sympy.Symbol]:
+    """An input that nobody reads is taken to be a part of the batch, if it has as many rows."""
+    read = {argument for node in nodes for argument in node.node.all_input_nodes}
+    firsts = [(node, _symbol_of(node)) for node in inputs]
+    used = {symbol for node, symbol in firsts if symbol is not None and node in read}
+    batch = next((symbol for node, symbol in firsts if symbol in used and symbol not in merged), None)
+    if batch is None:
+        return {}
+    unused = [symbol for _, symbol in firsts if symbol is not None and symbol not in used]
+    return {symbol: batch for symbol in unused if hints[symbol] == hints[batch]}
+
+
+def _chained(merged: dict[sympy.Symbol, sympy.Symbol]) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Each to the end of its chain."""
+    for symbol in merged:
+        end = merged[symbol]
+        while end in merged and merged[end] != symbol:
+            end = merged[end]
+        merged[symbol] = end
+    return {symbol: end for symbol, end in merged.items() if symbol != end}
+
+
+def _rows(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | None:
+    """The number of rows of an input, if these are its rows one by one."""
+    node = seen.get(value)
+    while (
+        node is not None
+        and node.op == "call_function"
+        and operator_name(node.target).removeprefix("aten::") in _SAME_ROWS
+    ):
+        rows = node.value.shape[:1]
+        tensors = [item for item in _tensors(node.args, seen) if rows and item.value.shape[:1] == rows]
+        node = tensors[0] if len(tensors) == 1 else None
+    if node is None or node.op != "placeholder" or not isinstance(node.value, torch.Tensor) or not node.value.dim():
+        return None
+    return _symbol(node.value.shape[0])
+
+
+def _row_numbers(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | None:
+    """How many numbers there are, if they are 0, 1, 2..."""
+    node = seen.get(value)
+    while node is not None and node.op == "call_function":
+        name = operator_name(node.target).removeprefix("aten::")
+        if name == "arange":
+            numbers = [item for item in node.args if isinstance(item, int | torch.SymInt | Node)]
+            plain = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
+            return _symbol(node.value.shape[0]) if plain else None
+        whole = name == "slice" and tuple(node.args[2:]) == _EVERYTHING
+        node = seen.get(node.args[0]) if whole or name in _SAME_NUMBERS else None
+    return None
+
+
+def _tensors(values: Iterable[Any], seen: Mapping[Node, SeenNode]) -> list[SeenNode]:
+    nodes = [seen[value] for value in values if isinstance(value, Node) and value in seen]
+    return [node for node in nodes if isinstance(node.value, torch.Tensor)]
+
+
+def _symbol_of(node: Node) -> sympy.Symbol | None:
+    """The number of rows of an input."""
+    value = node.meta["val"]
+    return _symbol(value.shape[0]) if value.dim() else None
+
+
+def _symbol(size: Any) -> sympy.Symbol | None:
+    expr = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expr if isinstance(expr, sympy.Symbol) else None
+
+
+# MERGED: Sizes that are equal by what the model's code has decided, where torch does not draw the conclusion.
+# MERGED:
+# MERGED: Of `batch*seq == rows*seq` torch keeps the equation, and of `seq <= length`, `length <= seq` both halves.
+
+
+Resolve = Callable[[Any], Any]
+Decision = tuple[sympy.Basic, Any]  # what was asked, and the answer
+
+
+def implied_equalities(decisions: Iterable[Decision], resolved: Resolve) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+    """Pairs of symbols that stand for one size."""
+    at_most: set[sympy.Basic] = set()
+    for decision in decisions:
+        for difference, is_equation in _differences(decision, resolved):
+            if is_equation or -difference in at_most:
+                yield from _solved(difference)
+            at_most.add(difference)
+
+
+def related(
+    symbol: sympy.Symbol, others: Iterable[sympy.Symbol], decisions: Iterable[Decision], resolved: Resolve
+) -> sympy.Symbol | None:
+    """The first of the other symbols that the code has compared this one with."""
+    compared = [
+        difference.free_symbols
+        for decision in decisions
+        for difference, is_equation in _differences(decision, resolved)
+        if symbol in difference.free_symbols and (is_equation or len(difference.free_symbols) == 2)
+    ]
+    return next((other for other in others if any(other in symbols for symbols in compared)), None)
+
+
+def _differences(decision: Decision, resolved: Resolve) -> Iterator[tuple[sympy.Basic, bool]]:
+    """A decision as `difference <= 0`, or `difference == 0`; nothing for what says neither."""
+    expr, answer = decision
+    if not isinstance(expr, sympy.core.relational.Relational):
+        return
+    held = expr if answer else sympy.Not(expr)
+    if not isinstance(held, sympy.core.relational.Relational):
+        return
+    write = _FORMS.get(type(held))
+    if write is not None:
+        difference = sympy.expand(write(resolved(held.lhs), resolved(held.rhs)))
+        yield difference, isinstance(held, sympy.Eq)
+
+
+_FORMS: Mapping[type, Callable[[Any, Any], Any]] = {
+    sympy.Eq: lambda lhs, rhs: lhs - rhs,
+    sympy.Le: lambda lhs, rhs: lhs - rhs,
+    sympy.Ge: lambda lhs, rhs: rhs - lhs,
+}
+
+
+def _solved(difference: sympy.Basic) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+    """The two symbols, if the equation says no more than that they are equal: `a - b`, or `a*c - b*c`."""
+    terms = sympy.Add.make_args(difference)
+    if len(terms) != 2:
+        return
+    above, below = sympy.fraction(sympy.cancel(-terms[0] / terms[1]))
+    if isinstance(above, sympy.Symbol) and isinstance(below, sympy.Symbol):
+        yield above, below

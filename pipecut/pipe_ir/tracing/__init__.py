@@ -1,0 +1,1 @@
+"""Run a model once under torch.export and freeze what happened."""

@@ -1,0 +1,374 @@
+"""Turns the nodes and spans of a finished trace into a TracedModel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..inputs import Example, ambient_autocast
+from ..marker import is_mark
+from ..sizes.equal import same_sizes
+from ..sizes.faults import find_conditions, find_fixed_dims
+from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
+from ..traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
+from .operators import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .recorder import Recorder
+from .seen import OpenSpan, SeenNode, SeenTensor
+from .user_line import line_of
+
+# MERGED: The steps of a trace while it is read: each can still change, as long as operations in place are to come.
+
+
+@dataclass
+class _Draft:
+    """A value while its last writer is not known yet."""
+
+    step: Step
+    requires_grad: bool
+
+
+class Drafts:
+    """Steps, one for each node that stands for a value; `index` says which, `numbers` has the nodes that are sizes.
+
+    `state` are the names of parameters and buffers by their nodes; those of `reached` were met past the traced copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, run: Recorder, symbols: Symbols, input_names: Mapping[Node, str], device: torch.device
+    ) -> None:
+        self.symbols = symbols
+        self.index: dict[Node, int] = {}
+        self.numbers: dict[Node, Any] = {}
+        self.modes = Modes()
+        self.state: dict[Node, list[str]] = {}
+        for name, seen in run.state:
+            self.state.setdefault(seen.node, []).append(name)
+        self.reached: set[Node] = set()
+        self._model = model
+        self._model_tensors: dict[int, list[str]] = {}
+        for named in (model.named_parameters, model.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                self._model_tensors.setdefault(id(tensor), []).append(name)
+        self._constants = run.constants
+        self._inputs = {seen.node: seen for seen in run.inputs}
+        self._input_names = input_names
+        self._device = device
+        self._drafts: list[_Draft] = []
+        self._data_numbers: dict[Any, int] = {}
+
+    def finished(self) -> tuple[Step, ...]:
+        """The steps as they are in the end."""
+        return tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self._drafts)
+
+    def note(self, seen: SeenNode, tick: int) -> None:
+        """The next node: a size, a change of modes, or a step."""
+        if isinstance(seen.value, SYMBOLIC):
+            number = self.symbols.number(seen.value)
+            if number is not None:
+                self.numbers[seen.node] = number if isinstance(number, int) else Size(number)
+                return
+        if seen.op == "placeholder" and seen.node not in self.state and seen.node not in self._inputs:
+            return
+        if seen.op == "call_function" and self.modes.follow(seen.target, seen.args):
+            return
+        self._add(seen, tick)
+
+    def correct(self, seen: SeenTensor) -> None:
+        """In hindsight only: autograd itself said whether this tensor carries a gradient."""
+        if seen.node in self.index:
+            self._drafts[self.index[seen.node]].requires_grad = seen.requires_grad
+
+    def _add(self, seen: SeenNode, tick: int) -> None:
+        kind, target, constant = self._kind(seen)
+        args = tuple(self._argument(item) for item in seen.args)
+        kwargs = {key: self._argument(item) for key, item in seen.kwargs.items()}
+        refs = _refs((args, kwargs))
+        requires_grad = self._carries_gradient(seen, kind, target, refs)
+        step = Step(
+            index=len(self._drafts),
+            tick=tick,
+            kind=kind,
+            name=self._input_names.get(seen.node, seen.node.name),
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            spec=self.symbols.spec(seen.value, requires_grad) if isinstance(seen.value, torch.Tensor) else None,
+            storage=self._storage(seen, target, refs),
+            context=self.modes.context,
+            source=line_of(seen.stack_trace),
+            refs=refs,
+            writes=_refs(written_arguments(target, args, kwargs)),
+            constant=constant,
+        )
+        self._drafts.append(_Draft(step, requires_grad))
+        self.index[seen.node] = step.index
+        if isinstance(seen.value, SYMBOLIC):
+            self._data_numbers[seen.value.node.expr] = step.index
+        same = returned_argument(target, args, kwargs)
+        if isinstance(same, Ref):
+            self._rewrite(seen.node, same.index, step, requires_grad)
+
+    def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
+        if operator_name(target) in PASS_THROUGH and refs:
+            return self._drafts[refs[0]].step.storage
+        return _storage(seen.value)
+
+    def _rewrite(self, node: Node, index: int, writer: Step, requires_grad: bool) -> None:
+        """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""
+        draft = self._drafts[index]
+        self.index[node] = index
+        self._drafts[index] = _Draft(replace(draft.step, spec=writer.spec), requires_grad)
+
+    def _kind(self, seen: SeenNode) -> tuple[StepKind, Any, Any]:
+        if seen.node in self.state:
+            return "state", self.state[seen.node][0], None
+        if seen.op == "placeholder":
+            return "input", seen.target, None
+        if seen.op == "get_attr":
+            constant = getattr(self._constants, str(seen.target))
+            if id(constant) in self._model_tensors:
+                self.state[seen.node] = self._model_tensors[id(constant)]
+                self.reached.add(seen.node)
+                return "state", self.state[seen.node][0], None
+            constant = _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant
+            return "constant", seen.target, constant
+        return ("mark" if is_mark(seen.target) else "op"), seen.target, None
+
+    def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
+        if kind == "state":
+            return bool(self._model_tensor(seen.node).requires_grad)
+        if kind == "input":
+            return self._inputs[seen.node].requires_grad
+        from_arguments = any(self._drafts[index].requires_grad for index in refs)
+        if not isinstance(seen.value, torch.Tensor):
+            return from_arguments
+        differentiable = seen.value.dtype.is_floating_point or seen.value.dtype.is_complex
+        if not (differentiable and self.modes.context.grad) or operator_name(target) in WITHOUT_GRADIENT:
+            return False
+        return from_arguments
+
+    def _model_tensor(self, node: Node) -> torch.Tensor:
+        path, _, name = self.state[node][0].rpartition(".")
+        tensor: torch.Tensor = getattr(self._model.get_submodule(path), name)
+        return tensor
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self.numbers[value] if value in self.numbers else self._ref(self.index[value])
+        if isinstance(value, tuple | list):
+            return type(value)(self._argument(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
+        return HERE if isinstance(value, torch.device) and value == self._device else value
+
+    def _ref(self, index: int) -> Ref:
+        step = self._drafts[index].step
+        outside = step.kind == "constant" and isinstance(step.constant, torch.Tensor)
+        return ConstantRef(index) if outside else Ref(index)
+
+    def leaf(self, leaf: Any) -> Any:
+        """What a value in the arguments or results of a call is in terms of steps."""
+        if isinstance(leaf, SeenTensor):
+            return self._ref(self.index[leaf.node])
+        if isinstance(leaf, SYMBOLIC):
+            number = self.symbols.number(leaf)
+            return (
+                number
+                if isinstance(number, int)
+                else Size(number)
+                if number is not None
+                else Ref(self._data_numbers[leaf.node.expr])
+            )
+        if isinstance(leaf, torch.Tensor):
+            return self._constant(leaf)
+        return self._argument(leaf)
+
+    def _constant(self, tensor: torch.Tensor) -> Ref:
+        """A tensor that the model keeps as a plain attribute and passes on."""
+        index = len(self._drafts)
+        spec = self.symbols.spec(tensor, tensor.requires_grad)
+        name = f"constant_{index}"
+        step = Step(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
+        self._drafts.append(_Draft(step, tensor.requires_grad))
+        return ConstantRef(index)
+
+
+def _storage(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # inside torch.vmap tensors are views that have no memory to speak of
+        return None
+
+
+def _with_tuple_output(graph_module: GraphModule) -> GraphModule:
+    """A branch of torch.cond returns a tuple when it runs, also where it was traced returning a single tensor."""
+    output = graph_module.graph.output_node()
+    if not isinstance(output.args[0], tuple | list):
+        output.args = ((output.args[0],),)
+        graph_module.recompile()
+    return graph_module
+
+
+def _refs(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Ref):
+        return (value.index,)
+    if isinstance(value, tuple | list):
+        return tuple(index for item in value for index in _refs(item))
+    if isinstance(value, dict):
+        return _refs(list(value.values()))
+    if isinstance(value, slice):
+        return _refs([value.start, value.stop, value.step])
+    return ()
+
+
+def _with_grad(draft: _Draft) -> Any:
+    spec = draft.step.spec
+    return None if spec is None else replace(spec, requires_grad=draft.requires_grad)
+
+
+def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
+    """All of a trace as frozen values, independent of the tracer."""
+    return _Freezer(model, example, run, training).traced()
+
+
+class _Freezer:
+    def __init__(self, model: nn.Module, example: Example, run: Recorder, training: bool) -> None:
+        assert run.root is not None
+        self.model, self.example, self.run, self.training = model, example, run, training
+        self.root = run.root
+        names = _input_names(example)
+        values = [seen.node.meta["val"] for seen in run.inputs]
+        dim_names = example.dynamic.names
+        same = same_sizes(
+            run.nodes,
+            [seen.node for seen in run.inputs],
+            hints_of(values, example.tensors),
+            names_of(values, dim_names),
+        )
+        shapes = [tuple(tensor.shape) for tensor in example.tensors]
+        inputs = list(zip(names, values, strict=True))
+        self.symbols = Symbols(
+            inputs, {**run.decisions.replacements, **same}, example.dynamic, shapes, run.decisions.made
+        )
+        self.device = _device(model, example)
+        input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
+        self.drafts = Drafts(model, run, self.symbols, input_names, self.device)
+        self.span_ticks: dict[int, tuple[int, int]] = {}
+        self.span_contexts: dict[int, Context] = {}
+
+    def traced(self) -> TracedModel:
+        self._walk_timeline()
+        root = self._span(self.root)
+        output = self.run.output.converted(self.drafts.leaf)
+        steps, index = self.drafts.finished(), self.drafts.index
+        input_steps = [index[seen.node] for seen in self.run.inputs]
+        inputs = self._inputs(input_steps, steps)
+        return TracedModel(
+            steps=steps,
+            root=root,
+            inputs=inputs,
+            signature=self.example.signature,
+            output=output,
+            dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
+            hints={
+                str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
+            },
+            state_names={index[node]: tuple(names) for node, names in self.drafts.state.items() if node in index},
+            device=self.device,
+            model=self.model,
+            training=self.training,
+            conditions=find_conditions(self.run, self.symbols, steps, self.span_ticks),
+            reached_state=frozenset(index[node] for node in self.drafts.reached),
+            mode_readers=frozenset(self.run.mode_readers),
+            assigned_attributes=self.run.assigned_attributes,
+            forgotten=self.run.forgotten,
+            named_dims=tuple(sorted(self.symbols.named)),
+            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_steps),
+            autocast=ambient_autocast(),
+        )
+
+    def _walk_timeline(self) -> None:
+        """Give every node, and every begin and end of a span, its tick."""
+        pending = iter(_events(self.root))
+        event = next(pending, None)
+        tick = 0
+        for position, node in enumerate(self.run.nodes):
+            while event is not None and event[0] <= position:
+                self._note_event(event, tick)
+                tick, event = tick + 1, next(pending, None)
+            self.drafts.note(node, tick)
+            tick += 1
+        while event is not None:
+            self._note_event(event, tick)
+            tick, event = tick + 1, next(pending, None)
+
+    def _note_event(self, event: tuple[int, OpenSpan, bool], tick: int) -> None:
+        _, span, begins = event
+        if begins:
+            self.span_ticks[id(span)] = (tick, -1)
+            self.span_contexts[id(span)] = self.drafts.modes.context
+        else:
+            self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
+        for leaf in (span.args if begins else span.result).leaves:
+            if isinstance(leaf, SeenTensor):
+                self.drafts.correct(leaf)
+
+    def _span(self, span: OpenSpan) -> Span:
+        begin, end = self.span_ticks[id(span)]
+        children = tuple(self._span(child) for child in span.children)
+        return Span(
+            kind=span.kind,
+            path=span.path,
+            nth_call=span.nth_call,
+            begin=begin,
+            end=end,
+            args=span.args.converted(self.drafts.leaf),
+            result=span.result.converted(self.drafts.leaf),
+            context=self.span_contexts[id(span)],
+            children=children,
+            options=span.options,
+            assigned_buffers={name: self.drafts.index[seen.node] for name, seen in span.assigned_buffers.items()},
+        )
+
+    def _inputs(self, input_steps: list[int], steps: tuple[Step, ...]) -> tuple[TracedInput, ...]:
+        order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
+        step_of = dict(zip(order, input_steps, strict=True))
+        return tuple(
+            TracedInput(path, _identifier(path), step_of[nth], spec=steps[step_of[nth]].spec)
+            if nth in step_of
+            else TracedInput(path, _identifier(path), None, value)
+            for path, nth, value in self.example.named
+        )
+
+
+def _events(span: OpenSpan) -> Iterator[tuple[int, OpenSpan, bool]]:
+    yield span.begin, span, True
+    for child in span.children:
+        yield from _events(child)
+    yield span.end, span, False
+
+
+def _input_names(example: Example) -> list[str]:
+    by_leaf = {nth: path for path, nth, _ in example.named if nth is not None}
+    return [_identifier(by_leaf[nth]) for nth, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _identifier(path: str) -> str:
+    return re.sub(r"\W+", "_", path).strip("_") or "input"
+
+
+def _device(model: nn.Module, example: Example) -> torch.device:
+    state = (*model.parameters(), *model.buffers())
+    if any(tensor.device.type == "meta" for tensor in state):
+        return torch.device("cpu")  # the device of the stand-ins that a model without memory is traced with
+    return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))

@@ -1,0 +1,239 @@
+"""Writes down which module calls, checkpoints and custom autograd functions happen while a model is traced.
+
+torch.export keeps the operations and forgets who asked for them: a call's arguments, that a part was checkpointed,
+that an operation has a backward of its own. All three are seen here, while the traced code runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.autograd.function import Function
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from ..copies import quiet_subclass
+from ..sizes.decisions import SizeDecisions
+from ..structure import map_leaves
+from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
+from .intercept import intercepted_checkpoints, intercepted_functions, watched
+from .seen import NOTHING, OpenSpan, SeenNode, SeenTensor, attributes_of, is_same
+
+# Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
+_OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
+
+
+class Recorder:
+    """Watches one model (a copy of the user's) from `watch()` on; `root` is then the tree of all that was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # Keyed by the modules' own dicts: the tracer hands out stand-ins that share them.
+        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
+        self.root: OpenSpan | None = None
+        self.inputs: list[SeenTensor] = []
+        self.state: list[tuple[str, SeenTensor]] = []
+        self.output: Template = NOTHING
+        self.nodes: list[SeenNode] = []
+        self.constants: nn.Module | None = None
+        self._stack: list[OpenSpan] = []
+        self.decisions = SizeDecisions()
+        self.mode_readers: set[str] = set()
+        self.forgotten: dict[str, str] = {}
+        self.assigned_attributes: dict[str, tuple[str, ...]] = {}
+        self._attributes_before: dict[str, dict[str, Any]] = {}
+        self._calls: dict[str, int] = {}
+        self._tracer: Any = None
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record everything that happens inside, and leave torch as it was."""
+        with contextlib.ExitStack() as stack:
+            for module in self.model.modules():
+                self._watch_module(module)
+            stack.enter_context(intercepted_functions(self._on_function))
+            stack.enter_context(intercepted_checkpoints(self._on_checkpoint))
+            stack.enter_context(watched(self._on_forgotten))
+            yield
+
+    def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """The traced run begins: these are the model's inputs, and its parameters and buffers are in place."""
+        mode = get_proxy_mode()
+        assert mode is not None, "the recorder only runs inside a trace"
+        self._tracer = mode.tracer
+        self.decisions.listen(tensors, self._stack)
+        self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
+        self.inputs = [self._see_tensor(tensor) for tensor in tensors]
+        for named in (self.model.named_parameters, self.model.named_buffers):
+            self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
+
+    def note_output(self, output: Any) -> None:
+        """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
+        for path, module in self.model.named_modules():
+            # A forward may put a module in the place of another: all of it is new.
+            before, after = self._attributes_before.get(path, {}), attributes_of(module)
+            changed = sorted(name for name in after if name not in before or not is_same(before[name], after[name]))
+            if changed:
+                self.assigned_attributes[path] = tuple(changed)
+        self.output = Template.of(output, self._see_leaf, holders=True)
+        self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
+        self.constants = self._tracer.root
+
+    def see(self, value: Any) -> Template:
+        """A nested value with its tensors replaced by what the tracer knows of them."""
+        return Template.of(value, self._see_leaf)
+
+    def _see_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._see_tensor(leaf)
+        if isinstance(leaf, nn.Module):
+            path = self._paths.get(id(vars(leaf)))
+            return Opaque(type(leaf).__name__) if path is None else ModuleRef(path)
+        if isinstance(leaf, PLAIN_TYPES):
+            return leaf
+        if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
+            return leaf
+        return Opaque(type(leaf).__name__)
+
+    def _see_tensor(self, tensor: torch.Tensor) -> Any:
+        slot = get_proxy_slot(tensor, self._tracer, None)
+        if slot is None:
+            return tensor  # a plain attribute of the model: the tracer meets it when an operation uses it
+        return SeenTensor(slot.proxy.node, tensor.requires_grad)
+
+    @property
+    def position(self) -> int:
+        return len(self._tracer.graph.nodes)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """How many spans are open, here and in the tracer."""
+        return len(self._stack), len(self._tracer.module_stack)
+
+    def abandon(self, depth: tuple[int, int]) -> None:
+        """Forget the spans that are open beyond a depth: an exception ended them."""
+        del self._stack[depth[0] :]
+        while len(self._tracer.module_stack) > depth[1]:
+            self._tracer.module_stack.popitem()
+
+    def _begin(self, kind: SpanKind, path: str, nth_call: int, args: Any, **options: Any) -> OpenSpan:
+        span = OpenSpan(kind, path, nth_call, self.position, self.see(args), options)
+        if self._stack:
+            self._stack[-1].children.append(span)
+        else:
+            self.root = span
+        self._stack.append(span)
+        return span
+
+    def _end(self, span: OpenSpan, result: Any) -> None:
+        assert self._stack.pop() is span
+        span.end = self.position
+        span.result = Template.of(result, self._see_leaf, holders=True)
+
+    def _watch_module(self, module: nn.Module) -> None:
+        cls = type(module)
+        members: dict[str, Any] = {}
+        if not any("training" in vars(base) for base in cls.__mro__):
+            members["training"] = property(self._read_mode, _set_mode)
+        if cls.__call__ is not nn.Module.__call__:
+            # The class wraps its own calls (to checkpoint them, say): what the caller passes is what counts.
+            members["__call__"] = self._recorded_call(cls)
+        else:
+            module.register_forward_pre_hook(self._enter_module, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave_module, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__class__ = quiet_subclass(cls, members)
+
+    def _read_mode(self, module: nn.Module) -> bool:
+        """Stands in for the attribute `training`: who looks at it has a forward that depends on it."""
+        if self._stack:
+            self.mode_readers.add(self._stack[-1].path)
+        mode: bool = vars(module)["training"]
+        return mode
+
+    def _recorded_call(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            self._enter_module(module, args, kwargs)
+            return self._leave_module(module, args, kwargs, cls.__call__(module, *args, **kwargs))
+
+        return __call__
+
+    @property
+    def listens(self) -> bool:
+        """Not in the branches of torch.cond and the like: these are traced into graphs of their own."""
+        mode = get_proxy_mode()
+        return mode is not None and mode.tracer is self._tracer
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.listens:
+            return
+        path = self._paths[id(vars(module))]
+        nth_call = self._calls.get(path, 0)
+        self._calls[path] = nth_call + 1
+        span = self._begin("call", path, nth_call, (args, kwargs))
+        span.buffers_before = dict(module._buffers)
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self.listens:
+            return output
+        span = self._stack[-1]
+        if len(self._stack) > 1:
+            made_inside = self._made_since(span.begin)
+            output = map_leaves(lambda leaf: self._as_own_result(leaf, made_inside), output)
+        self._end(span, output)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor is not span.buffers_before.get(name):
+                seen = self._see_tensor(tensor)
+                if isinstance(seen, SeenTensor):
+                    span.assigned_buffers[name] = seen
+        return output
+
+    def _made_since(self, position: int) -> set[Node]:
+        return set(itertools.islice(reversed(self._tracer.graph.nodes), self.position - position))
+
+    def _as_own_result(self, leaf: Any, made_inside: set[Node]) -> Any:
+        """A module that hands on its input may do something to it at another time: keep the two values apart."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        seen = self._see_tensor(leaf)
+        made_here = isinstance(seen, SeenTensor) and seen.node in made_inside
+        return leaf if made_here else torch.ops.aten.alias.default(leaf)
+
+    def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._stack or not self.listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
+            return run(*args, **kwargs)
+        if cls is torch_checkpoint.CheckpointFunction:
+            function, preserve_rng_state, *inputs = args
+            options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
+            span = self._begin("checkpoint", self._stack[-1].path, 0, tuple(inputs), **options)
+            # As at run time: a reentrant checkpoint none of whose inputs has a gradient gives none to its results.
+            with torch.set_grad_enabled(any(isinstance(item, torch.Tensor) and item.requires_grad for item in inputs)):
+                output = function(*inputs)
+        else:
+            span = self._begin("function", self._stack[-1].path, 0, (args, kwargs), function=cls)
+            output = run(*args, **kwargs)
+        self._end(span, output)
+        return output
+
+    def _on_forgotten(self, name: str) -> None:
+        if self._stack and self.listens:
+            self.forgotten.setdefault(self._stack[-1].path, name)
+
+    def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
+        if not self.listens:
+            yield
+            return
+        span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
+        yield
+        self._end(span, None)
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    vars(module)["training"] = training

@@ -1,0 +1,231 @@
+"""Runs a model once under torch.export and freezes what happened as a TracedModel."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_config
+from torch import nn
+
+from ...errors import PipeError, TraceError
+from ..copies import clone, stand_in_for_meta
+from ..inputs import Example, bind_inputs, enlarged, read_example, sizes_of_one, with_fixed
+from ..sizes.dynamic import Dynamic, DynamicDims
+from ..structure import flatten
+from ..traced import Opaque, Template, TracedModel
+from .freeze import freeze
+from .recorder import Recorder
+from .torch_modes import CertainChances, NotedCalls
+
+# MERGED: Why and where a trace failed, in the words of the user's own code.
+
+
+_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+# What torch says of these takes a page, and is about the tracer.
+_PLAIN_WORDS = {
+    "GuardOnDataDependentSymNode": "it decides by the values of tensors",
+    "DataDependentOutputException": "it needs the values of tensors",
+    "DynamicOutputShapeException": "it makes tensors whose sizes depend on the data",
+}
+
+
+def place_of(error: BaseException) -> str:
+    """The user's line that raised an error: file, line, function and code; empty where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    if not frames:
+        return ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in one line."""
+    plain = next((_PLAIN_WORDS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _PLAIN_WORDS), None)
+    if plain is not None:
+        return plain
+    text = str(error).strip().split("\n")[0].strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def why_and_where(error: BaseException) -> str:
+    """Reason and place in one line."""
+    place = place_of(error)
+    return f"{reason_of(error)}, at {place}" if place else reason_of(error)
+
+
+def _is_machinery(filename: str) -> bool:
+    path = Path(filename)
+    return not path.exists() or any(folder in path.parents for folder in _OWN_FOLDERS)
+
+
+class _ForwardError(Exception):
+    """The model's own code failed. torch would print the graph that it hangs on an error; not on this one."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
+
+
+class _Entry(nn.Module):
+    """What torch.export sees: a module that takes tensors only, so that any structure passes in and out."""
+
+    def __init__(self, model: nn.Module, example: Example, recorder: Recorder) -> None:
+        super().__init__()
+        self.model = model
+        self._example = example
+        self._recorder = recorder
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._recorder.note_inputs(tensors)
+        args, kwargs = self._example.call_with(tensors)
+        try:
+            output = self.model(*args, **kwargs)
+        except Exception as error:
+            raise _ForwardError(error) from error
+        # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
+        self._recorder.note_output(output)
+        return tuple(leaf for leaf in flatten(output, holders=True)[0] if isinstance(leaf, torch.Tensor))
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    live_hooks: Iterable[str] = (),
+    training: bool | None = None,
+    dynamic: Dynamic | None = None,
+    prepare: Callable[[nn.Module, Recorder], None] | None = None,
+) -> TracedModel:
+    """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
+
+    Forward hooks do not run during the trace, except those of the modules at `live_hooks`: a module that is not
+    cut keeps its hooks, and they run whenever it does. `training` puts all modules of the copy in that mode.
+    `dynamic` names the sizes that are to be symbolic, besides dim 0 of all inputs. `prepare` gets the copy before it
+    runs, and may change how its modules are called.
+    """
+    example = read_example(model, args, kwargs, dynamic)
+    mode = model.training if training is None else training
+    live_hooks = set(live_hooks)
+    set_mode = training is not None
+    small = sizes_of_one(example) if prepare is None else []
+    if small:
+        # What the model decides about a size of 1 may rule it out, or all others: the first trace that holds is taken.
+        for tensors in (enlarged(example, small), example.tensors):
+            try:
+                traced = _run(model, example, tensors, live_hooks, mode, set_mode, None)
+                bind_inputs(traced.call, args, kwargs or {})
+            except PipeError:
+                continue
+            return traced
+        example = with_fixed(example, small)
+    return _run(model, example, example.tensors, live_hooks, mode, set_mode, prepare)
+
+
+def _run(
+    model: nn.Module,
+    example: Example,
+    tensors: tuple[torch.Tensor, ...],
+    live_hooks: set[str],
+    training: bool,
+    set_mode: bool,
+    prepare: Callable[[nn.Module, Recorder], None] | None,
+) -> TracedModel:
+    runner = clone(model)
+    if set_mode:
+        runner.train(training)
+    silence_hooks(runner, live_hooks)
+    recorder = Recorder(runner)
+    if prepare is not None:
+        prepare(runner, recorder)
+    entry = _Entry(runner, example, recorder)
+    if is_without_memory(model):
+        tensors = stand_in_for_meta(runner, tensors)
+    _export(entry, tensors, example.dynamic)
+    _check_output(model, recorder.output)
+    return freeze(model, example, recorder, training)
+
+
+def _check_output(model: nn.Module, output: Template) -> None:
+    unknown = sorted({leaf.type_name for leaf in output.leaves if isinstance(leaf, Opaque)})
+    if unknown:
+        raise TraceError(
+            f"{type(model).__name__} returns a {' and a '.join(unknown)}, which cannot be taken apart and put together "
+            "again; return tensors in tuples, lists, dicts or dataclasses, or register the type with "
+            "torch.utils._pytree.register_pytree_node"
+        )
+
+
+def silence_hooks(model: nn.Module, live: set[str]) -> None:
+    """Take the user's hooks from a copy, except the forward hooks of the modules at `live`."""
+    for path, module in model.named_modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+        if path in live:
+            continue
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if not is_part_of_the_forward(hook)]:
+                del hooks[key]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks of the user's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not is_part_of_the_forward(hook) for hook in hooks)
+
+
+def is_part_of_the_forward(hook: object) -> bool:
+    """torch's own weight_norm, spectral_norm and pruning compute the weights of a module in a hook."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.startswith("torch.nn.utils")
+
+
+def is_without_memory(model: nn.Module) -> bool:
+    """Whether parameters or buffers of a model are on the meta device."""
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} >= {"meta"}
+
+
+def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims) -> None:
+    places = asked.symbolic([tensor.shape for tensor in tensors])
+    dynamic = tuple(
+        {dim: torch.export.Dim.AUTO for dim in range(tensor.dim()) if (nth, dim) in places}
+        for nth, tensor in enumerate(tensors)
+    )
+    try:
+        with (
+            warnings.catch_warnings(),
+            # Sizes 0 and 1 are sizes like others: what the code decides about them becomes a condition of the trace.
+            symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            CertainChances(),
+            NotedCalls(),
+            entry._recorder.watch(),
+        ):
+            # What the forward assigns to itself, it assigns to a copy.
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
+            torch.export.export(entry, tensors, dynamic_shapes={"tensors": dynamic}, strict=False)
+    except _ForwardError as failed:
+        raise TraceError(_explain(entry.model, failed.error)) from failed.error
+    except Exception as error:
+        raise TraceError(_explain(entry.model, error)) from error
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    place = place_of(error)
+    where = f"\n  at {place}" if place else ""
+    reason = str(error).strip().split("\n\n")[0].strip() or type(error).__name__
+    return (
+        f"{type(model).__name__} could not be traced with these example inputs.{where}\n"
+        f"  reason: {type(error).__name__}: {reason}\n"
+        "  what to try: check that the model runs with these inputs; replace branches on the values of tensors "
+        "(`if x.sum() > 0`, `.item()`) by torch.where or torch.cond; turn off features that keep Python state"
+    )

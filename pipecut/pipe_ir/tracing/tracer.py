@@ -1,0 +1,212 @@
+"""Which way a model is traced: with torch.export alone, or with the modules that it cannot trace kept as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from ...errors import InputError, PipeWarning, SplitError, TraceError
+from ..copies import clone
+from ..eager.example_runs import kept_random_numbers, run_on_example
+from ..eager.modules import EagerModules, HiddenTieError
+from ..eager.observe import Observations
+from ..inputs import read_example
+from ..sizes.dynamic import Dynamic
+from ..traced import Fallback, TracedModel
+from .recorder import Recorder
+from .run import has_forward_hooks, is_without_memory, place_of, reason_of, silence_hooks, trace, why_and_where
+
+_REMEDIES = {
+    False: (
+        "what to do: this is in the model's own forward, between its modules. Move the lines that decide by values of "
+        "tensors, or call what cannot be traced, into a module of their own: it then stays as it is, and the model can "
+        "be cut before and after it. Or replace branches on values by torch.where or torch.cond"
+    ),
+    True: (
+        "what to do: pass what the modules share as arguments and results, or put the modules that share it into one "
+        "module, which then stays as it is"
+    ),
+}
+
+TracerName = Literal["auto", "export", "fx"]
+
+
+def check_tracer_name(tracer: object) -> None:
+    """Refuse a tracer that is none."""
+    if tracer not in get_args(TracerName):
+        names = ", ".join(map(repr, get_args(TracerName)))
+        raise InputError(f"tracer must be one of {names}, got {tracer!r}")
+
+
+class ModelTracer:
+    """Traces one model with one example, as often as it takes; what turned out to be untraceable stays known."""
+
+    def __init__(
+        self,
+        tracer: TracerName,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        dynamic: Dynamic | None = None,
+    ) -> None:
+        self.tracer, self.model = tracer, model
+        self.args, self.kwargs, self.dynamic = args, kwargs, dynamic
+        self.fallbacks: dict[str, Fallback] = {}
+        self._needed_hooks: set[str] = set()
+        self._left_behind: set[str] = set()
+        self._export_failure: TraceError | None = None
+
+    def trace(self, live_hooks: Iterable[str] = (), training: bool | None = None) -> TracedModel:
+        """Trace the model; the arguments are those of `pipe_ir.trace.trace`."""
+        live_hooks = {*live_hooks, *self._needed_hooks}
+        if self.tracer == "export":
+            return self._trace_with_hooks(live_hooks, training)
+        if self.tracer == "auto" and not self.fallbacks:
+            try:
+                return self._trace_with_hooks(live_hooks, training)
+            except TraceError as failure:
+                if failure.__cause__ is None:
+                    raise  # the trace itself went well: it is the model's result that cannot be used
+                self._export_failure = failure
+        known = set(self.fallbacks)
+        traced = self._around_eager_modules(live_hooks, training)
+        if self.tracer == "auto":
+            self._warn([fallback for path, fallback in self.fallbacks.items() if path not in known])
+        return replace(traced, fallbacks=tuple(self.fallbacks.values()))
+
+    def _trace_with_hooks(self, live_hooks: set[str], training: bool | None) -> TracedModel:
+        """Trace without hooks; with all of them if that fails, for a model may gather its results in hooks."""
+        try:
+            return self._trace(live_hooks, training)
+        except TraceError as failure:
+            hooked = {path for path, module in self.model.named_modules() if has_forward_hooks(module)}
+            if hooked <= live_hooks:
+                raise
+            try:
+                traced = self._trace(hooked, training)
+            except TraceError:
+                raise failure from failure.__cause__
+            self._needed_hooks = hooked
+            return traced
+
+    def _trace(
+        self,
+        live_hooks: set[str],
+        training: bool | None,
+        prepare: Callable[[nn.Module, Recorder], None] | None = None,
+    ) -> TracedModel:
+        with _quiet_tracer() if self.tracer != "export" else contextlib.nullcontext(), kept_random_numbers(()):
+            return trace(self.model, self.args, self.kwargs, live_hooks, training, self.dynamic, prepare)
+
+    def _around_eager_modules(self, live_hooks: set[str], training: bool | None) -> TracedModel:
+        """Trace until no other module fails. Each round finds at least one, so that there is an end."""
+        seen = self._observations(training)
+        while True:
+            eager = EagerModules(seen, self.fallbacks.keys())
+            try:
+                traced = self._trace(live_hooks, training, eager.prepare)
+            except TraceError as failure:
+                if not eager.found or eager.found.keys() <= self.fallbacks.keys():
+                    raise self._failed(failure.__cause__ or failure) from (failure.__cause__ or failure)
+            else:
+                if not eager.found:
+                    self._warn_of_what_is_left_behind(seen.on_example.changed)
+                    return traced
+            self._keep(eager.found, seen)
+
+    def _keep(self, found: Mapping[str, Exception], seen: Observations) -> None:
+        for path, error in found.items():
+            if any(call.marked for (called, _), call in seen.on_example.calls.items() if called == path):
+                raise SplitError(
+                    f"pipe_split() stands inside {path!r}, which cannot be traced and therefore cannot be cut inside "
+                    f"({why_and_where(error)}); move the mark out of it"
+                )
+            # What is inside a module that stays as it is needs no mention.
+            inside = [known for known in self.fallbacks if known.startswith(f"{path}.")]
+            for known in inside:
+                del self.fallbacks[known]
+            self.fallbacks[path] = Fallback(path, why_and_where(error))
+
+    def _observations(self, training: bool | None) -> Observations:
+        name = type(self.model).__name__
+        example = read_example(self.model, self.args, self.kwargs, self.dynamic)
+        if is_without_memory(self.model) or any(tensor.is_meta for tensor in example.tensors):
+            raise TraceError(
+                f"{name} cannot be traced{self._why_export_failed()}. To trace around the modules that fail, it has to "
+                "run once on the example inputs, and on the meta device it cannot; build it on a device with memory, "
+                "at a small size if need be, or change the line above"
+            )
+        copy = clone(self.model)
+        if training is not None:
+            copy.train(training)
+        silence_hooks(copy, set())
+        try:
+            return run_on_example(copy, example)
+        except Exception as error:
+            raise TraceError(
+                f"{name} could not be traced with these example inputs, nor does it run with them uncut: "
+                f"{why_and_where(error)}; give inputs that the model works with"
+            ) from error
+
+    def _warn_of_what_is_left_behind(self, changed: Iterable[str]) -> None:
+        """A module that stays as it is does not run in the trace: nobody sees there what it sets."""
+        left = [name for name in changed if any(name.startswith(f"{path}.") for path in self.fallbacks)]
+        new = [name for name in left if name not in self._left_behind]
+        self._left_behind.update(new)
+        if new:
+            be = "is" if len(new) == 1 else "are"
+            warnings.warn(
+                f"{', '.join(new)} of {type(self.model).__name__} {be} set while a module runs that stays as it is. "
+                "Code outside of that module that reads them has been traced with what they were before: hand such "
+                "values over as tensors, in arguments and results",
+                PipeWarning,
+                stacklevel=7,
+            )
+
+    def _why_export_failed(self) -> str:
+        if self._export_failure is None or self._export_failure.__cause__ is None:
+            return ""
+        return f" by torch.export ({why_and_where(self._export_failure.__cause__)})"
+
+    def _failed(self, error: BaseException) -> TraceError:
+        lines = [f"{type(self.model).__name__} could not be traced, and so cannot be cut."]
+        if self._export_failure is not None and self._export_failure.__cause__ is not None:
+            lines.append(f"torch.export alone: {why_and_where(self._export_failure.__cause__)}")
+        kept = f" ({', '.join(map(repr, self.fallbacks))})" if self.fallbacks else ""
+        lines.append(f"around modules that stay as they are{kept}: {reason_of(error)}")
+        place = place_of(error)
+        if place:
+            lines.append(f"at {place}")
+        lines.append(_REMEDIES[isinstance(error, HiddenTieError)])
+        return TraceError("\n  ".join(lines))
+
+    def _warn(self, new: list[Fallback]) -> None:
+        if not new:
+            return
+        listed = "\n  ".join(
+            f"{item.path!r} ({type(self.model.get_submodule(item.path)).__name__}): {item.reason}" for item in new
+        )
+        warnings.warn(
+            f"torch.export cannot trace all of {type(self.model).__name__}. These modules stay as they are and are not "
+            f"cut inside; all else is traced:\n  {listed}\nTo trace without this warning, pass tracer='fx'",
+            PipeWarning,
+            stacklevel=6,
+        )
+
+
+@contextlib.contextmanager
+def _quiet_tracer() -> Iterator[None]:
+    """torch logs what it could not find out about a decision, which is told in plain words here."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    refuse = logging.Filter("nobody")
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)

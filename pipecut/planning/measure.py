@@ -1,0 +1,283 @@
+"""The link between the ranks of a group, measured: messages to a neighbour and back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import InputError, PipeError
+from ..pipe_ir import Pipe, TracedModel, bind_inputs, flatten
+from ..split import Times, Weights
+from ..stage import StageWeights, full_backward, input_backward, weight_backward
+
+# MERGED: A walk through the stages of a model on example inputs: each as a copy, with what arrives at it.
+
+
+def example_values(
+    traced: TracedModel,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    device: torch.device,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[int, Any]:
+    """The inputs by their index in the trace, on a device; with other sizes of symbolic dims their rows repeat."""
+    weigh = Weights(traced, {**traced.hints, **(sizes or {})})
+    found = {}
+    for index, value in bind_inputs(traced.call, args, kwargs or {}).items():
+        spec = traced.steps[index].spec
+        if isinstance(value, Tensor):
+            shape = value.shape if spec is None else [int(weigh.number(dim)) for dim in spec.shape]
+            value = _resized(value, shape).to(device)
+        found[index] = value
+    return found
+
+
+def _resized(value: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        if value.shape[dim] != size:
+            if value.shape[dim] == 0:
+                raise InputError(
+                    f"an input of the example has the shape {tuple(value.shape)}: it has nothing that could be "
+                    f"repeated to the {size} along dim {dim} that a measured run takes; pass an example with a sample "
+                    "at least"
+                )
+            rows = torch.arange(size, device=value.device) % value.shape[dim]
+            value = value.detach().index_select(dim, rows).requires_grad_(value.requires_grad)
+    return value
+
+
+def walk(pipe: Pipe, values: dict[int, Any], device: torch.device) -> Iterator[tuple[int, nn.Module, list[Any]]]:
+    """The number of each stage, a copy of it, and its inputs; whoever gets it may run it, and keep it."""
+    for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
+        # A copy: its gradients and running statistics are its own, and it is gone before the next one is made.
+        module = copy.deepcopy(stage).to(device)
+        inputs = [values[index] for index in info.inputs]
+        yield info.index, module, inputs
+        if info.index < pipe.num_stages - 1:
+            with torch.no_grad():
+                made = module(*map(_fresh, inputs))
+            values.update(zip(info.outputs, (made,) if len(info.outputs) == 1 else made or (), strict=True))
+            _mark_gradients(pipe, info.outputs, values)
+
+
+def _fresh(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) -> None:
+    for index in indices:
+        spec = pipe.traced.steps[index].spec
+        if isinstance(values[index], Tensor) and spec is not None and spec.requires_grad:
+            values[index] = values[index].detach().requires_grad_()
+
+
+# MERGED: The times of one stage module: forward, the gradients of its inputs, those of its weights, or both in one go.
+
+
+PASSES = 3
+LEAST_RUNS, MOST_RUNS = 3, 20
+ENOUGH_SECONDS = 0.07
+
+Run = tuple[float, float, float]  # seconds of a forward, of the gradients of the inputs, and of those of the weights
+
+
+def measure_stages(
+    pipe: Pipe, values: Mapping[int, Any], device: torch.device, key: Callable[[int], Hashable] = int
+) -> list[Times]:
+    """The times of every stage of a pipe: medians, as a step has its share of slow runs too.
+
+    The stages take turns in some passes, for a machine is faster at one time than at another. Those with the same key
+    are taken to be the same.
+    """
+    runs: dict[Hashable, list[Run]] = {}
+    for _ in range(PASSES):
+        done = set()
+        for index, module, inputs in walk(pipe, dict(values), device):
+            if key(index) not in done:
+                done.add(key(index))
+                runs.setdefault(key(index), []).extend(some_runs(module, inputs))
+    medians = {name: Times(*map(statistics.median, zip(*found, strict=True))) for name, found in runs.items()}
+    return [medians[key(index)] for index in range(pipe.num_stages)]
+
+
+def some_runs(module: nn.Module, inputs: Sequence[Any]) -> list[Run]:
+    """Run a module some times on its inputs. Gradients are left in its parameters."""
+    weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
+    split_run(module, inputs, weights)
+    runs: list[Run] = []
+    begin = time.perf_counter()
+    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() - begin < ENOUGH_SECONDS):
+        runs += split_run(module, inputs, weights)
+    return runs
+
+
+def split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, at_once: int = 1) -> list[Run]:
+    """Some forwards, and then their backwards in halves."""
+    found = []
+    for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
+        first, (_, pending) = _timed(input_backward, outputs, _ones(outputs), leaves, weights)
+        second, _ = _timed(weight_backward, pending)
+        found.append((forward, first, second))
+    return found
+
+
+def full_run(module: nn.Module, inputs: Sequence[Any], at_once: int = 1) -> list[Run]:
+    """Some forwards, and then their backwards; those of the weights are among those of the inputs."""
+    found = []
+    for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
+        backward, _ = _timed(full_backward, outputs, _ones(outputs), leaves)
+        found.append((forward, backward, 0.0))
+    return found
+
+
+def _forward(module: nn.Module, inputs: Sequence[Any]) -> tuple[float, list[Any], list[Tensor]]:
+    leaves = [_leaf(value) for value in inputs]
+    seconds, result = _timed(module, *leaves)
+    outputs = [
+        value for value in flatten(result)[0] if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+    ]
+    return seconds, leaves, outputs
+
+
+def _ones(outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(output) for output in outputs]
+
+
+def _leaf(value: Any) -> Any:
+    """A value as it arrives from another stage: nothing of its past is known."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    wait_for_device()
+    begin = time.perf_counter()
+    result = call(*args)
+    wait_for_device()
+    return time.perf_counter() - begin, result
+
+
+def wait_for_device() -> None:
+    """What was started on an accelerator is done only when it says so."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+SMALL, LARGE = 8, 2**20  # bytes
+ROUNDS = 12
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float] | None:
+    """Seconds of latency and bytes in a second, to the neighbour of this rank; None for one that has no neighbour.
+
+    All ranks of the group have to call it.
+    """
+    rank = dist.get_rank(group)
+    other = rank ^ 1
+    if other >= dist.get_world_size(group):
+        return None
+    there = dist.get_global_rank(group, other)
+    small = _seconds(SMALL, rank < other, there, group, device)
+    large = _seconds(LARGE, rank < other, there, group, device)
+    # What disturbs the large message least is still more than what a byte takes.
+    return small, (LARGE - SMALL) / max(large - small, LARGE * 1e-12)
+
+
+def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Half of what a message takes to go there and come back."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    ways = (dist.send, dist.recv) if begins else (dist.recv, dist.send)
+    times = []
+    for _ in range(ROUNDS):
+        wait_for_device()
+        begin = time.perf_counter()
+        for way in ways:
+            way(message, other, group)
+        wait_for_device()
+        times.append((time.perf_counter() - begin) / 2)
+    return statistics.median(times[2:])
+
+
+# MERGED: The stages of a cut, run some times as they will run: what each computation takes.
+
+
+SECONDS = 0.6  # for all stages of a rank
+_LEAST_REHEARSALS = 5
+MOST_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one microbatch in one stage; a full backward may take less than its halves."""
+
+    split: Times
+    full_backward: float
+
+
+class StageFailure(PipeError):  # noqa: N818
+    """A stage does not run with what arrives at it."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is to run: a pipe, at some sizes of its symbolic dims, with activations computed again or not."""
+
+    pipe: Pipe
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    recompute: bool
+
+    def prepare(self, stages: Collection[int], in_flight: Sequence[float]) -> Callable[[], dict[int, StageTimes]]:
+        """Get copies of some stages ready, with what arrives at them; the result measures them."""
+        device = self.pipe.traced.device
+        values = example_values(self.pipe.traced, self.args, self.kwargs, device, self.sizes)
+        ready: dict[int, Callable[[float], StageTimes]] = {}
+        with torch.random.fork_rng(), _failures_told():
+            for index, module, inputs in walk(self.pipe, values, device):
+                if index in stages:
+                    if self.recompute:
+                        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                    at_once = max(1, min(MOST_AT_ONCE, int(in_flight[index])))
+                    ready[index] = functools.partial(_measure, module, list(inputs), at_once)
+
+        def measure() -> dict[int, StageTimes]:
+            with torch.random.fork_rng(), torch.enable_grad(), _failures_told():
+                return {index: run(SECONDS / len(ready)) for index, run in ready.items()}
+
+        return measure
+
+
+@contextlib.contextmanager
+def _failures_told() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise StageFailure(f"{type(error).__name__}: {error}") from error
+
+
+def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: float) -> StageTimes:
+    """The mean of each computation, as a step has its share of slow ones; full and split backwards take turns."""
+    weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
+    runs: tuple[list[Run], list[Run]] = ([], [])
+    begin = time.perf_counter()
+    while len(runs[1]) < _LEAST_REHEARSALS + 1 or time.perf_counter() - begin < seconds:
+        runs[0].extend(full_run(module, inputs, at_once))
+        runs[1].extend(split_run(module, inputs, weights, at_once))
+    full, split = runs[0][1:], runs[1][1:]  # the first ones warm up
+    times = Times(
+        statistics.fmean(run[0] for run in [*full, *split]),
+        statistics.fmean(run[1] for run in split),
+        statistics.fmean(run[2] for run in split),
+    )
+    return StageTimes(times, statistics.fmean(run[1] for run in full))

@@ -1,0 +1,273 @@
+"""A chain whose times are measured: each block runs as a stage of its own, equal ones once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ..errors import InputError, SplitError
+from ..pipe_ir import Pipe, Ref, TracedModel, operator_name
+from ..split import (
+    BalancedCut,
+    Chain,
+    SplitPlan,
+    Times,
+    balanced_cut,
+    chain_of,
+    cut_model,
+    same_cuts,
+    steps_of,
+    warn_of_a_giant,
+)
+from ..text import Memory, read_memory
+from .measure import example_values, measure_stages
+
+# A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
+# is too small is measured badly, and goes with the next one.
+BLOCKS_PER_STAGE = 4
+LEAST_SHARE = 0.1
+
+
+def measured_chain(
+    chain: Chain,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 1,
+    device: torch.device | str | None = None,
+) -> Chain:
+    """The chain with the times that its blocks take on a device, that of the model if left out.
+
+    Copies of the blocks run on the example; the model is not changed, and no random numbers are used up. Blocks of the
+    same operations and shapes are measured once. The model needs values: one on the meta device cannot be run.
+
+    >>> from torch import nn
+    >>> from pipecut import pipeline
+    >>> from pipecut.split.chain_maker import chain_of
+    >>> model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    >>> chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
+    >>> len(chain.times), all(times.forward > 0 for times in chain.times)
+    (3, True)
+    """
+    _check_has_values(chain)
+    where = torch.device(device) if device is not None else chain.traced.device
+    outer, pipe = _cut_into_blocks(chain, stages)
+    values = example_values(chain.traced, args, kwargs, where)
+    with torch.random.fork_rng(), torch.enable_grad():
+        measured = measure_stages(pipe, values, where, lambda block: _signature(outer, block))
+    return chain.with_times(_divided(chain, outer, measured))
+
+
+def _check_has_values(chain: Chain) -> None:
+    empty = next((name for name, tensor in chain.traced.model.named_parameters() if tensor.is_meta), None)
+    if empty is not None:
+        raise InputError(
+            f'cost="measured" runs the model, and {empty} is on the meta device, without values: use cost="analytic", '
+            "or give the model memory first"
+        )
+
+
+def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
+    """The chain at the outermost depth whose blocks are small enough, each block a stage."""
+    goal = sum(each.total for each in chain.times) / (BLOCKS_PER_STAGE * stages)
+    depths = sorted({place.depth for place in chain.places}) or [0]
+    fine = next((depth for depth in depths if max(each.total for each in chain.up_to(depth).times) <= goal), depths[-1])
+    for depth in [depth for depth in reversed(depths) if depth <= fine]:
+        outer = _without_small_blocks(chain.up_to(depth), LEAST_SHARE * goal)
+        try:
+            return outer, cut_model(chain.traced, outer.plan(range(1, len(outer.times))), may_recompute=False)
+        except SplitError:  # that many cuts tear something apart: fewer may not
+            if depth == depths[0]:
+                raise
+    raise AssertionError("there is at least one depth")
+
+
+def _without_small_blocks(chain: Chain, least: float) -> Chain:
+    """The chain without places that leave little between them."""
+    kept: list[int] = []
+    waiting, left = 0.0, sum(each.total for each in chain.times)
+    for place, times in enumerate(chain.times[:-1]):
+        waiting += times.total
+        left -= times.total
+        if waiting >= least and left >= least:
+            kept.append(place)
+            waiting = 0.0
+    return chain.with_places(kept)
+
+
+def _signature(chain: Chain, block: int) -> Any:
+    """What two blocks have in common that take the same time: operations, shapes, and what gets a gradient."""
+    steps = chain.traced.steps
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return str(steps[value.index].spec)
+        return tuple(map(plain, value)) if isinstance(value, list | tuple) else repr(value)
+
+    return tuple(
+        (operator_name(step.target), str(step.spec), plain(step.args)) for step in steps_of(chain, block, block + 1)
+    )
+
+
+def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Times]:
+    """The time of each outer block among the blocks inside it, in proportion to their analytic times."""
+    bounds = bounds_of(chain, [place.cut.tick for place in outer.places])
+    found: list[Times] = []
+    for (begin, end), whole in zip(itertools.pairwise(bounds), measured, strict=True):
+        inside = chain.times[begin:end]
+        parts = [_shares(inside, part) for part in (_forward, _backward_input, _backward_weight)]
+        found += [
+            Times(*(total * share[nth] for total, share in zip(_parts(whole), parts, strict=True)))
+            for nth in range(len(inside))
+        ]
+    return found
+
+
+def bounds_of(chain: Chain, ticks: Sequence[int]) -> list[int]:
+    """The blocks at which the parts of a cut begin, with the end of the last part."""
+    own = [place.cut.tick for place in chain.places]
+    return [0, *(own.index(tick) + 1 for tick in ticks), len(chain.times)]
+
+
+def _parts(times: Times) -> tuple[float, float, float]:
+    return times.forward, times.backward_input, times.backward_weight
+
+
+def _forward(times: Times) -> float:
+    return times.forward
+
+
+def _backward_input(times: Times) -> float:
+    return times.backward_input
+
+
+def _backward_weight(times: Times) -> float:
+    return times.backward_weight
+
+
+def _shares(times: Sequence[Times], part: Callable[[Times], float]) -> list[float]:
+    """The share of each in a part; where the analytic costs know of none, that in the forward."""
+    values = [part(each) for each in times]
+    if sum(values) == 0:
+        values = [each.forward for each in times]
+    total = sum(values)
+    return [value / total for value in values] if total else [1 / len(values)] * len(values)
+
+
+# MERGED: A measured cut made better: its stages are run, and what they took corrects the times of their blocks.
+
+
+ROUNDS = 4
+CLOSE = 1.03  # a longest stage this near to the mean is not worth another round
+
+
+def refined_cut(
+    chain: Chain,
+    solve: Callable[[Chain], BalancedCut],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    speeds: Sequence[float] | None = None,
+) -> BalancedCut:
+    """The best of some cuts whose stages were run.
+
+    The parts of a stage take another time together than one by one. The times of its blocks are scaled to what the
+    stage took, and the chain is cut anew, until the cut stays the same.
+    """
+    device = chain.traced.device
+    values = example_values(chain.traced, args, kwargs, device)
+    tried: dict[tuple[int, ...], tuple[float, BalancedCut]] = {}
+    for _ in range(ROUNDS):
+        found = solve(chain)
+        if found.plan.ticks in tried:
+            break
+        with torch.random.fork_rng(), torch.enable_grad():
+            seen = measure_stages(cut_model(chain.traced, found.plan), values, device)
+        loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(seen)]
+        tried[found.plan.ticks] = max(loads), found
+        if max(loads) <= CLOSE * sum(loads) / len(loads):
+            break
+        chain = _corrected(chain, found.plan.ticks, seen)
+    return min(tried.values(), key=lambda each: each[0])[1]
+
+
+def _corrected(chain: Chain, ticks: Sequence[int], seen: Sequence[Times]) -> Chain:
+    """The chain with times that add up to what was seen of the stages."""
+    times: list[Times] = []
+    for (begin, end), stage in zip(itertools.pairwise(bounds_of(chain, ticks)), seen, strict=True):
+        inside = chain.times[begin:end]
+        factor = stage.total / (sum(each.total for each in inside) or stage.total or 1.0)
+        times += [each.scaled(factor, factor, factor) for each in inside]
+    return chain.with_times(times)
+
+
+# MERGED: What pipeline(num_stages=...) does: a chain with analytic or measured times, balanced.
+
+
+CostName = Literal["analytic", "measured"]
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """How stages are to be balanced."""
+
+    cost: CostName = "analytic"
+    speeds: Sequence[float] | None = None
+    memory_limit: Memory = None
+
+    def check(self, num_stages: int | None) -> None:
+        """Refuse what cannot be meant, before anything is traced."""
+        if self.cost not in ("analytic", "measured"):
+            raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
+        cost = None if self.cost == "analytic" else self.cost
+        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost}
+        named = [name for name, value in given.items() if value is not None]
+        if named and num_stages is None:
+            raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
+        if num_stages is not None:
+            self.limits(num_stages)
+
+    def limits(self, num_stages: int) -> list[float] | None:
+        """The bytes of each rank."""
+        return read_memory(self.memory_limit, num_stages, "memory_limit")
+
+
+class AutomaticCuts:
+    """Finds the cuts of one model; in a second trace of it they are the same."""
+
+    def __init__(
+        self, num_stages: int, balancing: Balancing, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self.num_stages, self.balancing = num_stages, balancing
+        self._args, self._kwargs = args, kwargs
+        self._found: SplitPlan | None = None
+
+    def plan(self, traced: TracedModel) -> SplitPlan:
+        """Where to cut a trace."""
+        again = same_cuts(traced, self._found) if self._found is not None else None
+        if again is not None:
+            return again
+        found = self._balanced(traced)
+        warn_of_a_giant(found)
+        self._found = replace(found.plan, balance=f"{found.words}, by {self.balancing.cost} times")
+        return self._found
+
+    def _balanced(self, traced: TracedModel) -> BalancedCut:
+        chain = chain_of(traced)
+        if self.balancing.cost == "analytic":
+            return self._solve(chain)
+        measured = measured_chain(chain, self._args, self._kwargs, stages=self.num_stages)
+        return refined_cut(measured, self._solve, self._args, self._kwargs, speeds=self.balancing.speeds)
+
+    def _solve(self, chain: Chain) -> BalancedCut:
+        return balanced_cut(
+            chain,
+            self.num_stages,
+            speeds=self.balancing.speeds,
+            memory_limit=self.balancing.limits(self.num_stages),
+            in_flight=lambda stage: self.num_stages - stage,
+        )

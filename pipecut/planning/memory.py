@@ -1,0 +1,152 @@
+"""The most memory that each rank needs under a schedule, for any cut: what the simulator finds, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..schedule import Op, Plan
+from ..split import Array, ChunkedCuts, Ranks, leanest_cuts
+from .choices import in_flight
+from .costs import Stages, bounds_of
+
+# How a computation changes the microbatches that a stage has in flight, and those between the halves of a backward.
+CHANGES = {
+    Op.FORWARD: (1, 0),
+    Op.BACKWARD_INPUT: (-1, 1),
+    Op.FULL_BACKWARD: (-1, 0),
+    Op.BACKWARD_WEIGHT: (0, -1),
+}
+
+
+class RankMemory:
+    """Knows how many microbatches the stages of each rank hold at any moment of a schedule."""
+
+    def __init__(self, plan: Plan, stages: Stages) -> None:
+        self.plan, self.stages = plan, stages
+        self._moments = [_moments(plan, rank) for rank in range(plan.ranks)]
+
+    def kept(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        """The bytes of each rank that do not depend on how many microbatches are in flight."""
+        each = [self.stages.memory(*bound) for bound in bounds_of(cuts, self.stages.blocks.count)]
+        return tuple(
+            sum(each[stage].kept for stage in held) + max(each[stage].passing for stage in held)
+            for held in self.plan.placement.stages_of
+        )
+
+    def needs(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        """The bytes that each rank needs at the most."""
+        bounds = bounds_of(cuts, self.stages.blocks.count)
+        found = []
+        for kept, moments, held in zip(self.kept(cuts), self._moments, self.plan.placement.stages_of, strict=True):
+            sizes = [self.stages.memory(*bounds[stage]).saved for stage in held]
+            if moments.shape[1] > len(held):
+                sizes += [self.stages.pending(*bounds[stage]) for stage in held]
+            found.append(kept + float((moments @ np.array(sizes)).max()))
+        return tuple(found)
+
+
+def _moments(plan: Plan, rank: int) -> Array:
+    """How many microbatches each stage of a rank has in flight, and how many pending if any are, by moment.
+
+    A forward adds at its start, a backward frees at its end; the parts of an overlap start together.
+    """
+    held = plan.placement.stages_of[rank]
+    column = {stage: number for number, stage in enumerate(held)}
+    now, seen = [0] * (2 * len(held)), set()
+    for action in plan.actions[rank]:
+        leaves = [leaf for leaf in (() if action is None else action.leaves) if leaf.op in CHANGES]
+        for leaf in sorted(leaves, key=lambda leaf: CHANGES[leaf.op], reverse=True):  # what is freed is so at the end
+            flying, pending = CHANGES[leaf.op]
+            now[column[leaf.stage]] += flying
+            now[column[leaf.stage] + len(held)] += pending
+            if flying > 0 or pending > 0:
+                seen.add(tuple(now))
+    moments = np.array(sorted(seen), dtype=np.float64)
+    return moments if moments[:, len(held) :].any() else moments[:, : len(held)]
+
+
+# MERGED: Cuts by what ranks really need: the leanest one, and faster ones that still fit.
+# MERGED:
+# MERGED: The balance knows what adds up over blocks. Gradients that an operation's backward makes, activations that are computed
+# MERGED: again and weight gradients that are put off follow from the whole stage: from the cuts of the balance, one cut or some
+# MERGED: neighbours are moved at a time, as long as that makes it better.
+
+
+Quality = list[float]
+MOST_MOVES = 1000
+
+
+def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int]) -> list[int]:
+    """The cut whose ranks use the least part of their limits; only the proportions of the limits matter.
+
+    So whatever fits some memory fits any more than that. `start` is a cut to begin with, beside the balance's.
+    """
+    rank_of, flying = list(memory.plan.placement.rank_of), in_flight(memory.plan)
+    by_balance = leanest_cuts(memory.stages.blocks, Ranks.of(rank_of, None, limits, flying)).cuts
+
+    def shares(cuts: Sequence[int]) -> Quality:
+        return sorted((need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True)), reverse=True)
+
+    count = memory.stages.blocks.count
+    return min((_climbed(each, count, shares) for each in (by_balance, start)), key=shares)
+
+
+def faster_cut(
+    memory: RankMemory, limits: Sequence[float], speeds: Sequence[float] | None, start: Sequence[int]
+) -> list[int]:
+    """A cut that fits with shorter loads, from one that fits."""
+    chunked = ChunkedCuts(memory.stages.blocks, Ranks.of(list(memory.plan.placement.rank_of), speeds))
+
+    def loads(cuts: Sequence[int]) -> Quality:
+        over = max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
+        return [max(1.0, over), *sorted(chunked.loads(list(cuts)), reverse=True)]
+
+    return _climbed(start, memory.stages.blocks.count, loads)
+
+
+def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]], Quality]) -> list[int]:
+    """Make moves that make it better, until there is none or so many were tried."""
+    best, least, tried = list(start), quality(start), 0
+    improved = True
+    while improved and tried < MOST_MOVES:
+        improved = False
+        for moved in _moves(best, count):
+            tried += 1
+            found = quality(moved)
+            if _is_less(found, least):
+                best, least, improved = moved, found, True
+                break
+    return best
+
+
+def _is_less(one: Quality, other: Quality) -> bool:
+    """By the first that differs by more than rounding."""
+    for left, right in zip(one, other, strict=True):
+        if abs(left - right) > 1e-9 * max(abs(left), abs(right)):
+            return left < right
+    return False
+
+
+def _moves(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
+    """A cut, or some neighbours together, moved by 1, 2, 4... blocks."""
+    for length in range(len(cuts)):
+        for first in range(len(cuts) - length):
+            last = first + length
+            before = cuts[first - 1] if first else 0
+            after = cuts[last + 1] if last + 1 < len(cuts) else count
+            for step in _steps(before + 1 - cuts[first], after - 1 - cuts[last]):
+                yield [*cuts[:first], *(cut + step for cut in cuts[first : last + 1]), *cuts[last + 1 :]]
+
+
+def _steps(low: int, high: int) -> Iterator[int]:
+    """Powers of two of both signs, within bounds.
+
+    >>> list(_steps(-3, 4))
+    [-1, 1, -2, 2, 4]
+    """
+    size = 1
+    while size <= max(-low, high):
+        yield from (step for step in (-size, size) if low <= step <= high)
+        size *= 2

@@ -1,0 +1,21 @@
+"""The running half of schedules: one executor, over transports between ranks or inside one process."""
+
+from .failure import StepError as StepError
+from .inputs import cut_by_hand as cut_by_hand
+from .inputs import cut_traced as cut_traced
+from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
+from .schedules import PipelineScheduleSingle as PipelineScheduleSingle
+from .schedules import PlannedSchedule as PlannedSchedule
+from .schedules import Schedule1F1B as Schedule1F1B
+from .schedules import ScheduleDualPipeV as ScheduleDualPipeV
+from .schedules import ScheduleForwardOnly as ScheduleForwardOnly
+from .schedules import ScheduleGPipe as ScheduleGPipe
+from .schedules import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+from .schedules import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+from .schedules import ScheduleLoopedBFS as ScheduleLoopedBFS
+from .schedules import ScheduleVHalf as ScheduleVHalf
+from .schedules import ScheduleVMin as ScheduleVMin
+from .schedules import ScheduleZBH1 as ScheduleZBH1
+from .schedules import ScheduleZBH2 as ScheduleZBH2
+from .schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+from .schedules import get_schedule_class as get_schedule_class

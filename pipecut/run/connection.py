@@ -1,0 +1,210 @@
+"""The ranks of a plan that are in this process, and their ways to all others: one rank, or every one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import InputError, PipeError, PipeWarning
+from ..schedule import Op, Plan
+from ..stage import PipelineStage, refuse_ranks_of_pipeline
+from ..stage.peer_attributes import is_initialized
+from .failure import BEGIN, Alarm, describe
+from .handshake import Agreement, DisagreementError, Meeting
+from .transport.base import Transport
+from .transport.distributed import DistributedTransport
+from .transport.in_process import InProcessTransport, PostOffice
+
+# MERGED: What one rank tells all others at the start of a call: which call it is, of which schedule, and some numbers.
+
+
+EVAL, STEP, MEAN_LOSS = range(3)
+CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
+SIZE = 256  # numbers that a call shares, or a multiple of it
+
+
+def share(
+    transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
+) -> list[int]:
+    """Numbers of one rank on all, in a message of one size for all calls, so that calls that differ are seen."""
+    size = SIZE * ((3 + count + SIZE - 1) // SIZE)
+    if numbers is not None:
+        numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
+    shared = [transport.share(source, numbers, size) for transport in transports][-1]
+    if shared[:2] != [kind, schedule]:
+        raise PipeError(
+            f"rank {source} called {CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
+            f"{CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
+        )
+    return shared[3 : 3 + shared[2]]
+
+
+# MERGED: Whether stages belong together, and to a plan.
+
+
+def is_stage(value: object) -> bool:
+    """Whether a value is a stage, or says where one would be: that will do to make a schedule and look at its order."""
+    return isinstance(value, PipelineStage) or all(
+        isinstance(getattr(value, name, None), int) for name in ("num_stages", "group_size")
+    )
+
+
+def as_list(stages: Any) -> list[PipelineStage]:
+    """One stage, or several, as a list. A mock of a stage can be iterated over too, and is one."""
+    return list(stages) if isinstance(stages, Iterable) and not is_stage(stages) else [stages]
+
+
+def is_complete(stage: object) -> bool:
+    """Whether a stage was made by PipelineStage, and not only has what an order of actions takes."""
+    return isinstance(stage, PipelineStage) and {"submod", "flights"} <= vars(stage).keys()
+
+
+def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+    """The stages of a schedule, if they are a list of stages of one pipeline."""
+    if not isinstance(stages, Sequence):
+        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
+    if not stages:
+        raise InputError("a schedule needs the stages of this rank; got none")
+    for stage in stages:
+        if not is_stage(stage):
+            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
+    totals = {stage.num_stages for stage in stages}
+    if len(totals) > 1:
+        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
+    return stages
+
+
+def are_nowhere_else(stages: Sequence[PipelineStage]) -> bool:
+    """Whether others are missing that no rank can hold, for there is a process group, and it has one rank only."""
+    first = stages[0]
+    return is_initialized() and first.group_size == 1 and len(stages) < first.num_stages
+
+
+def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
+    """Refuse stages that are not those of the plan."""
+    traced = stages[0].pipe_info is not None
+    for stage in stages:
+        if stage.num_stages != plan.stages:
+            raise InputError(
+                f"stage {stage.stage_index} is one of {stage.num_stages} stages, and the plan '{plan.name}' "
+                f"has {plan.stages}"
+            )
+        if (stage.pipe_info is not None) != traced:
+            raise InputError("some stages are traced and others cut by hand: make all of them in one way")
+    if _splits_backward(plan):
+        _warn_of_compiled(plan, stages)
+    indices = sorted(stage.stage_index for stage in stages)
+    twice = [index for index in indices if indices.count(index) > 1]
+    if twice:
+        raise InputError(f"stage {twice[0]} is there twice")
+    if not in_process and not distributed:
+        missing = sorted(set(range(plan.stages)) - set(indices))
+        raise InputError(
+            f"stages {missing} are missing, and there is no rank that could hold them: without torch.distributed, or "
+            "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
+            "before, with world_size= their number"
+        )
+
+
+class CompiledStageError(InputError, RuntimeError):
+    """A compiled stage in a schedule that would gain nothing from it. It is a RuntimeError too, as with the peer."""
+
+
+def refuse_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
+    """Refuse stages that are compiled as a whole, for a schedule that lives from weight gradients computed later."""
+    for stage in stages:
+        if type(getattr(stage, "submod", None)).__name__ == "OptimizedModule":
+            raise CompiledStageError(
+                f"{schedule} is not supported with a stage that torch.compile made one piece of: its weight gradients "
+                "come along with those of its inputs, and cannot be left for idle time. Compile the blocks inside the "
+                "stage, or use a schedule with full backwards, such as 1F1B or Interleaved1F1B"
+            )
+
+
+def _splits_backward(plan: Plan) -> bool:
+    leaves = (leaf for row in plan.actions for action in row if action is not None for leaf in action.leaves)
+    return any(leaf.op is Op.BACKWARD_INPUT for leaf in leaves)
+
+
+def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
+    """The gradients are right, but the schedule cannot do what it is for."""
+    compiled = [stage.stage_index for stage in stages if any(map(_is_compiled, stage.submod.modules()))]
+    if compiled:
+        which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"
+        warnings.warn(
+            f"{which} modules compiled by torch.compile. The backward of each is one piece: its weight gradients are "
+            f"computed along with those of its inputs, and are not left for the idle time that {plan.name} fills with "
+            "them. A schedule with full backwards, such as 1F1B or Interleaved1F1B, does the same with less memory",
+            PipeWarning,
+            stacklevel=2,
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, or in place by `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+class Connection:
+    """Made with the stages of this process, which have to be those that the plan puts here."""
+
+    def __init__(self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta) -> None:
+        distributed = _is_distributed(stages, plan)
+        self.in_process = len(stages) == plan.stages and not distributed
+        check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
+        self.office = PostOffice()  # for ranks of one process
+        self.transports: list[Transport] = []
+        self.alarm: Alarm | None = None
+        self._number = 0  # the ranks count their schedules alike
+        group, device = stages[0].group, stages[0].device
+        groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
+        copies = [group for group in groups if group.size() > 1]  # nobody is there to agree with otherwise
+        pipeline = None
+        if self.in_process:
+            self.transports += [InProcessTransport(self.office, rank, plan.ranks) for rank in range(plan.ranks)]
+        else:
+            self.transports.append(_in_group(DistributedTransport(group, device), plan))
+            self.alarm = Alarm(group, device, copies)
+            pipeline = Agreement(group, timeout)
+            self._number = pipeline.number
+            for stage in stages:
+                refuse_ranks_of_pipeline(stage.replica, stage.stage_index, stage.group)
+        self.meeting = Meeting(pipeline, [Agreement(group, timeout) for group in copies])
+        self._check_placement(stages, plan)
+
+    def _check_placement(self, stages: Sequence[PipelineStage], plan: Plan) -> None:
+        given = {stage.stage_index for stage in stages}
+        wanted = {stage for rank in self.ranks for stage in plan.placement.stages_of[rank]}
+        if given != wanted:
+            where = "a process without torch.distributed" if self.in_process else f"rank {self.ranks[0]}"
+            raise InputError(f"in this plan {where} has stages {sorted(wanted)}, and was given {sorted(given)}")
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are here."""
+        return [transport.rank for transport in self.transports]
+
+    def share(self, kind: int, source: int, numbers: list[int] | None, count: int) -> list[int]:
+        """Numbers of one rank on all; `numbers` is None elsewhere, `count` how many there may be."""
+        return share(self.transports, self._number, kind, source, numbers, count)
+
+    def failed(self, error: Exception, where: str = BEGIN) -> Exception:
+        """The error to raise for one before the first action or after the last: others may be waiting already."""
+        if self.alarm is None or isinstance(error, DisagreementError):
+            return error  # all ranks find out about a disagreement by themselves
+        return self.alarm.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
+
+
+def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
+    return is_initialized() and plan.ranks > 1 and dist.get_world_size(stages[0].group) > 1
+
+
+def _in_group(transport: DistributedTransport, plan: Plan) -> DistributedTransport:
+    if transport.ranks != plan.ranks:
+        raise InputError(f"the plan is for {plan.ranks} ranks, and the process group has {transport.ranks}")
+    return transport

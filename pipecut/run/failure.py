@@ -1,0 +1,188 @@
+"""A rank that fails takes the others down, with its own error; nobody waits for ever.
+
+The rank that fails writes what happened into the store of its process group, and closes its connections. Whoever waits
+for it, or comes to, gets an error at once, reads the store, and does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import PipeError
+from ..schedule import Action, Op
+from ..stage import StageMetadataError
+
+KEY = "pipecut/failure"
+PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
+BEGIN, END = "before its first action", "after its last action"
+
+
+class StepError(PipeError, RuntimeError):
+    """A step failed, on this rank or on another one; the message tells where that began."""
+
+
+class StepMetadataError(StepError, StageMetadataError):
+    """A step failed, for tensors are not what was said of them."""
+
+
+def step_error(text: str, cause: Exception) -> StepError:
+    """The error to raise for a step that failed here or elsewhere; of a kind that code written for the peer expects."""
+    kind = StepMetadataError if isinstance(cause, StageMetadataError) else StepError
+    return kind(f"the step failed: {text}")
+
+
+class LostConnectionError(PipeError):
+    """The connection to another rank is gone: its process has ended, or it has closed the connection."""
+
+    def __init__(self, peer: int, error: BaseException) -> None:
+        super().__init__(f"no connection to rank {peer}: {error}")
+        self.peer = peer
+        self.waited = "imed out" in str(error)
+
+
+class _StoreIsGoneError(Exception):
+    """The process that holds the store has ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a step failed first."""
+
+    rank: int
+    where: str
+    error: str
+    lost: int | None = None  # the rank to which the connection broke, if that is all that is known
+    waited: bool = False  # until the timeout
+    text: str = ""  # all of it in words
+
+    def __str__(self) -> str:
+        return self.text or self.told(_plain_name)
+
+    def told(self, name_of: Callable[[int], str]) -> str:
+        """The failure in words, with names for ranks."""
+        rank = name_of(self.rank)
+        if self.lost is None:
+            return f"{rank} failed {self.where}: {self.error}"
+        other = "another rank" if self.lost < 0 else name_of(self.lost)
+        if self.waited:
+            return (
+                f"{rank} waited in vain for {other} {self.where}: that one is busy for longer than the process group's "
+                "timeout, or did not call step(), eval() or mean_loss() as this rank did"
+            )
+        return (
+            f"{rank} lost its connection to {other} {self.where}: the process of {other} has ended or was killed; its "
+            "own output tells why"
+        )
+
+
+def _plain_name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def describe(
+    rank: int, action: Action | None, module: nn.Module | None, error: BaseException, where: str = BEGIN
+) -> Failure:
+    """What an error on this rank means to the others."""
+    if action is not None:
+        where = f"in {action} (stage {action.stage}"
+        number = "tie" if action.op is Op.REDUCE_TIES else "microbatch"
+        where += ")" if action.microbatch is None else f", {number} {action.microbatch})"
+        path = "" if module is None else _module_path(module, error.__traceback__)
+        where += f", in module '{path}'" if path else ""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, LostConnectionError):
+        return Failure(rank, where, text, error.peer, error.waited)
+    return Failure(rank, where, text)
+
+
+def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
+    """The innermost module of a stage whose forward was running."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    found = ""
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        found = paths.get(id(owner), found)
+        trace = trace.tb_next
+    return found
+
+
+class Alarm:
+    """What the ranks of a process group tell each other of a failure; and, over `copies`, those of other pipelines."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, copies: Iterable[dist.ProcessGroup] = ()
+    ) -> None:
+        world = group if group is not None else dist.group.WORLD
+        assert world is not None  # torch.distributed is initialised
+        self.groups: list[dist.ProcessGroup] = [world, *copies]
+        self.device = device
+        self.stores = [group.get_group_store() for group in self.groups]
+
+    def raise_on_all(self, failure: Failure, cause: Exception) -> StepError:
+        """Tell the others, and make the error to raise here: the first failure of all, whoever had it."""
+        # In words from here on: another pipeline numbers its ranks in its own way.
+        failure = replace(failure, text=failure.told(self._name))
+        try:
+            first = self._first_of(failure)
+        except _StoreIsGoneError:
+            first = failure
+        for group in self.groups:
+            self._close_connections(group)
+        return step_error(str(first), cause)
+
+    def _name(self, rank: int) -> str:
+        """A rank of the pipeline as the user knows it."""
+        everywhere = dist.get_global_rank(self.groups[0], rank)
+        return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
+
+    def _first_of(self, failure: Failure) -> Failure:
+        end = time.monotonic() + (PATIENCE if failure.lost is not None else 0)
+        while (first := self._read()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        self._write(failure if first is None else first)
+        return self._read() or failure
+
+    def _write(self, failure: Failure) -> None:
+        try:
+            for store in self.stores:
+                store.compare_set(KEY, "", json.dumps(asdict(failure)))
+        except (RuntimeError, OSError) as error:
+            raise _StoreIsGoneError from error
+
+    def _read(self) -> Failure | None:
+        try:
+            told = [store for store in self.stores if store.check([KEY])]
+            return Failure(**json.loads(told[0].get(KEY))) if told else None
+        except (RuntimeError, OSError) as error:
+            raise _StoreIsGoneError from error
+
+    def _close_connections(self, group: dist.ProcessGroup) -> None:
+        """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
+        if dist.get_backend(group) != "gloo":
+            group._get_backend(self.device).abort()
+            return
+        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
+            try:
+                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=1)
+                assert work is not None  # this rank is in the group
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # that is what was wanted
+
+
+CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NCCL", "Socket")
+
+
+def is_about_connection(error: BaseException) -> bool:
+    """Whether an error of torch.distributed comes from a lost connection."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)

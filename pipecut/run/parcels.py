@@ -1,0 +1,229 @@
+"""What is in the parcel from one stage to another: known from the trace, or learnt from the first one."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import PipeError
+from ..pipe_ir import PipeInfo, TensorSpec, ambient_autocast
+from ..stage import Item, OnMesh, PipelineStage, placing_of
+from .transport.base import Arrival, Meta, Transport
+
+# MERGED: What is in a parcel, told to its receiver as numbers that go before it.
+
+
+Ends = tuple[int, int]  # source stage, target stage
+LENGTH = 256  # numbers of the first message, which has all of most descriptions; a second one has the rest
+WORD = 8  # bytes of a number
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def send_description(
+    transport: Transport, peer: int, ends: Ends, metas: Sequence[Meta], device: torch.device | None
+) -> None:
+    """Tell another rank what will be in a parcel."""
+    numbers = _written(ends, metas)
+    numbers = [len(numbers), *numbers]
+    numbers += [0] * (LENGTH - len(numbers))
+    for message in (numbers[:LENGTH], numbers[LENGTH:]):
+        if message:
+            transport.send(peer, [torch.tensor(message, dtype=torch.int64, device=device)])
+
+
+def receive_description(transport: Transport, peer: int) -> tuple[Meta, ...]:
+    """What another rank tells of a parcel."""
+    count, *numbers = _received(transport, peer, LENGTH)
+    if count > len(numbers):
+        numbers += _received(transport, peer, count - len(numbers))
+    return _read(numbers)
+
+
+def _received(transport: Transport, peer: int, length: int) -> list[int]:
+    (numbers,) = transport.receive(peer, [Meta((length,), torch.int64, False)]).wait()
+    return numbers.tolist()
+
+
+def _written(ends: Ends, metas: Sequence[Meta]) -> list[int]:
+    numbers = [len(metas)]
+    for place, meta in enumerate(metas):
+        if meta.dtype not in DTYPES:
+            raise PipeError(
+                f"output {place} of stage {ends[0]} is {meta.dtype}, which cannot be sent to stage {ends[1]}"
+            )
+        numbers += [DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
+        words = [] if meta.on_mesh is None else _as_words(meta.on_mesh)
+        numbers += [len(words), *words]
+    return numbers
+
+
+def _read(numbers: list[int]) -> tuple[Meta, ...]:
+    rest = iter(numbers)
+    metas = []
+    for _ in range(next(rest)):
+        dtype, requires_grad, dims = (next(rest) for _ in range(3))
+        shape = tuple(next(rest) for _ in range(dims))
+        words = [next(rest) for _ in range(next(rest))]
+        metas.append(Meta(shape, DTYPES[dtype], bool(requires_grad), _from_words(words) if words else None))
+    return tuple(metas)
+
+
+def _as_words(on_mesh: OnMesh) -> list[int]:
+    """As torch sends objects: placements, of which users may have their own kinds, know best how to be written."""
+    data = pickle.dumps(on_mesh)
+    data += bytes(-len(data) % WORD)  # a pickle knows where it ends
+    return list(struct.unpack(f"{len(data) // WORD}q", data))
+
+
+def _from_words(words: list[int]) -> OnMesh:
+    found: OnMesh = pickle.loads(struct.pack(f"{len(words)}q", *words))
+    return found
+
+
+class Kind(NamedTuple):
+    """What parcels have in common that have the same contents, but for the values."""
+
+    ends: Ends
+    sizes: tuple[int, ...]  # of the microbatch: its symbolic dims, or a number that stands for all shapes
+    training: bool
+
+
+class TracedParcels:
+    """Parcels of a traced model: their shapes follow from the symbolic dims of a microbatch."""
+
+    def __init__(self, info: PipeInfo, items: Mapping[Ends, Sequence[Item]]) -> None:
+        self.symbols = sorted(str(symbol) for symbol in info.call.dims)
+        self.items = items
+        self.autocast = info.call.autocast
+        self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
+
+    def metas(self, kind: Kind) -> tuple[Meta, ...]:
+        """What is in a parcel."""
+        key = (kind.ends, kind.sizes)
+        if key not in self._bound:
+            by_name = dict(zip(self.symbols, kind.sizes, strict=True))
+            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
+        return self._bound[key]
+
+    def names(self, ends: Ends) -> list[str]:
+        """The names of the values in a parcel."""
+        return [item.name for item in self.items[ends]]
+
+    def remedy(self, source: int, got: Meta, expected: Meta) -> str:
+        """What to do about a value that is not as in the trace."""
+        if got.on_mesh is not None:
+            return (
+                "stages of a traced model send plain tensors only: end this one with use_local_output=True or "
+                "to_local(), and begin the next one with PrepareModuleInput or DTensor.from_local()"
+            )
+        now = ambient_autocast()
+        if got.dtype != expected.dtype and now != self.autocast:
+            is_, was = (f"on ({state})" if state else "off" for state in (now, self.autocast))
+            return (
+                f"torch.autocast is {is_} here, and was {was} when the model was traced: call pipeline() and the "
+                "schedule under the same torch.autocast"
+            )
+        if got[:2] != expected[:2]:
+            return f"check what the module of stage {source} returns"
+        return (
+            "it needs a gradient now, and did not when the model was traced; call pipeline() again after unfreezing "
+            "parameters"
+        )
+
+    def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
+        """Nothing: all is known."""
+
+    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
+        """Nothing: all is known."""
+
+
+def _meta(spec: TensorSpec) -> Meta:
+    return Meta(tuple(int(size) for size in spec.shape), spec.dtype, spec.requires_grad)
+
+
+class LearntParcels:
+    """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
+
+    def __init__(self) -> None:
+        self._known: dict[Kind, tuple[Meta, ...]] = {}
+
+    def metas(self, kind: Kind) -> tuple[Meta, ...] | None:
+        """What is in a parcel, if one like it has been seen."""
+        return self._known.get(kind)
+
+    def names(self, ends: Ends) -> list[str]:
+        """The values have no names: what stage 2 returns is output 0, output 1..."""
+        known = [metas for kind, metas in self._known.items() if kind.ends == ends]
+        return [f"output {place}" for place in range(max(map(len, known), default=0))]
+
+    def remedy(self, source: int, got: Meta, expected: Meta) -> str:
+        """What to do about a value that is not as it was in the first microbatch of its kind."""
+        if placing_of(got.on_mesh) != placing_of(expected.on_mesh):
+            return (
+                f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
+                "there, and return either DTensors or plain tensors"
+            )
+        if got.dtype != expected.dtype:
+            return (
+                f"check what the module of stage {source} returns; torch.autocast has to be the same on all ranks, and "
+                "after a change of a module's dtype the schedule has to be made again"
+            )
+        if got.whole_shape != expected.whole_shape:
+            return f"check what the module of stage {source} returns"
+        return (
+            "it needs a gradient now, and did not when a microbatch of these shapes was first run; make the schedule "
+            "again after unfreezing parameters"
+        )
+
+    def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
+        """Receive the description that goes before a parcel that is not known."""
+        if kind not in self._known:
+            self._known[kind] = receive_description(transport, peer)
+
+    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
+        """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
+        if kind in self._known:
+            return
+        metas = self._known[kind] = tuple(Meta.of(tensor) for tensor in parcel)
+        if peer != transport.rank:
+            send_description(transport, peer, kind.ends, metas, parcel[0].device if parcel else None)
+
+
+Parcels = TracedParcels | LearntParcels
+
+
+# MERGED: Parcels with DTensors: their local parts are received, and the whole is made of them when they are here.
+
+
+Joint = tuple[int, OnMesh, Any]  # the place in a parcel, how the DTensor lies there, its mesh
+
+
+def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[Joint]:
+    """The DTensors in a parcel for a stage. A mesh that the stage does not know is an error."""
+    return [
+        (place, meta.on_mesh, stage.mesh_for(meta.on_mesh.mesh))
+        for place, meta in enumerate(metas)
+        if meta.on_mesh is not None
+    ]
+
+
+class WholeTensors:
+    """A parcel of local parts that arrives as the DTensors that they are parts of; the rest of it as it is."""
+
+    def __init__(self, arrival: Arrival, joints: Sequence[Joint]) -> None:
+        self._arrival = arrival
+        self._joints = joints
+
+    def wait(self) -> list[Tensor]:
+        tensors = list(self._arrival.wait())
+        for place, on_mesh, mesh in self._joints:
+            tensors[place] = on_mesh.whole(tensors[place], mesh)
+        return tensors

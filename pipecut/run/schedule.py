@@ -1,0 +1,302 @@
+"""What all schedules have in common: a plan, stages, and a step that runs the one on the other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..pipe_ir import PipeInfo
+from ..schedule import Op, Plan, Timeline
+from ..stage import PipelineStage, StepSeeds
+from .connection import MEAN_LOSS, Connection, are_nowhere_else, is_complete
+from .custom import CustomFunction, checked_op, warn_of_scaled_gradients
+from .failure import END
+from .inputs import BatchMaker, Given
+from .last_stage import merged
+from .loss import NUMBERS, Losses, LossesError, LossWeight, Objective, mean_from, weighing_of
+from .peer_surface import PeerSurface
+from .random_numbers import checked_kind, with_states
+from .runner import OpenSteps, Runner
+from .setup import Assembly, dataflow_of, forward_part
+from .ties import declared_ties, ties_of_pipe, with_ties
+
+
+class PipelineSchedule(PeerSurface):
+    """Trains and evaluates stages by a plan.
+
+    Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
+    target on that of the last. In a process without torch.distributed it takes all stages, and runs all ranks.
+
+    The loss is `loss_fn(output, target)`, or `loss_fn(output)` if it takes one argument. Without it the model has its
+    own: its output has a `loss`, as an attribute or a key, or is a tuple that begins with a number, or is a number.
+    Labels are then among the model's arguments, and there is no target. If the output holds no loss either, `step` runs
+    forwards only, and warns of it; once a step has trained, that is an error.
+
+    A microbatch counts as much as it has samples, so the loss should be a mean over samples; for a sum pass
+    `scale_grads=False`. A mean over something else, such as the labels that are not to be ignored, is not the mean of
+    the means. Then `loss_weight` says how much a microbatch counts: a function of its target or, without a loss_fn
+    that takes one, of its arguments by name (those of a traced model; of modules that were cut by hand, the keywords on
+    the last stage's rank). Anything else that is not a mean over samples, such as how evenly a router of experts
+    spreads a batch, is that of each microbatch, as where gradients are accumulated without a pipeline.
+
+    `args_chunk_spec`, `kwargs_chunk_spec` and `target_chunk_spec` say in which dim the samples are, if not the first.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pipecut import Schedule1F1B, pipeline
+    >>> class Tagger(nn.Module):
+    ...     def __init__(self) -> None:
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 5)
+    ...     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    ...         logits = self.head(self.embed(ids))
+    ...         return {"loss": nn.functional.cross_entropy(logits.mT, labels), "logits": logits}
+    >>> batch = {"ids": torch.ones(4, 3, dtype=torch.long), "labels": torch.tensor([[2, -100, 4]] * 3 + [[1, 2, 3]])}
+    >>> model = Tagger()
+    >>> pipe = pipeline(model, (), batch, num_stages=2)
+    >>> def how_many(batch: dict[str, Tensor]) -> Tensor:
+    ...     return (batch["labels"] != -100).sum()
+    >>> stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+    >>> output = Schedule1F1B(stages, n_microbatches=2, loss_weight=how_many).step(**batch)
+    >>> torch.allclose(output["loss"], model(**batch)["loss"])
+    True
+
+    `random_numbers` says what dropout and the like draw from, in forwards and in the loss:
+
+    - "per_stage": each stage has a stream of its own for each microbatch of each step. They follow from a seed that
+      every rank takes from torch's default generator when a step begins, and of which that of the first stage's rank
+      is used. So the numbers follow from `torch.manual_seed()`, the stages and the microbatches, and not from the
+      schedule, nor from how many ranks there are. They are not those of the uncut model.
+    - "as_uncut": each microbatch has one stream for all stages: the numbers are those of the uncut model that runs one
+      microbatch after the other under `pipecut.random_streams()`. How far a stream has come goes along from stage to
+      stage, some 5 kB for each microbatch; an accelerator waits for it.
+    - "per_process": the default generators of each process, in the order in which things run there.
+
+    Whatever it says, backwards draw from the default generators; a checkpoint that runs again draws what it drew.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        plan: Plan | None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        check_loss: bool = True,
+        timeout: float = 120.0,
+        random_numbers: str = "per_stage",
+        loss_weight: LossWeight | None = None,
+        target_chunk_spec: Any = None,
+        ties: Sequence[Mapping[int, str]] = (),
+        n_microbatches: int = 1,
+    ) -> None:
+        self.stages = list(stages)
+        self.scale_grads = scale_grads
+        self.check_loss = check_loss
+        are_complete = all(map(is_complete, self.stages))
+        self.info: PipeInfo | None = self.stages[0].pipe_info if are_complete else None
+        self.random_numbers = checked_kind(random_numbers)
+        self.n_microbatches = n_microbatches if plan is None else plan.microbatches
+        self._given_ties = ties
+        self._timeout = timedelta(seconds=timeout)
+        self._merge_spec = output_merge_spec
+        self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
+        self._objective = Objective(loss_fn)
+        self._open_steps = OpenSteps(self._objective)
+        self._loss_weight = loss_weight
+        self._seeds = None if random_numbers == "per_process" else StepSeeds()
+        self._begin_surface()
+        if plan is not None:
+            self._set_ranks(dict(enumerate(plan.placement.rank_of)))
+            self.plan = plan
+            self.pp_group_size = plan.ranks
+            if are_complete and not are_nowhere_else(self.stages):
+                self._use(plan)
+        self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
+        self._last_runner: Runner | None = None
+        self._custom: dict[Op, CustomFunction] = {}
+        self._losses = Losses()
+        self.tracing = False  # whether the times of actions are taken down
+
+    def _use(self, plan: Plan) -> None:
+        """Get ready to run a plan: the first one, or another than before."""
+        for stage in self.stages:
+            stage.look_at_wrappers()
+        declared = declared_ties(self._given_ties, self.stages)
+        self.ties = declared if self.info is None else ties_of_pipe(self.info)
+        dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
+        self.plan = plan.with_dataflow(with_states(dataflow, self.random_numbers)).validate()
+        self._connection = Connection(self.stages, self.plan, self._timeout)
+        self.in_process = self._connection.in_process
+        self._weighing = weighing_of(self._loss_weight, self._objective, self.info, self.scale_grads)
+        self._batches = BatchMaker(
+            self.plan,
+            self.info,
+            self.stages,
+            self._specs,
+            self._connection,
+            self._objective,
+            self._weighing,
+            self._seeds,
+        )
+        self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
+        self._runners = {}
+        self._last_runner = None
+        for stage in self.stages:
+            stage.chunks = self.n_microbatches
+
+    def _use_what_was_set(self) -> None:
+        """Look whether the order of actions was set from outside."""
+        plan = self._set_plan()
+        if plan is not None or not hasattr(self, "_connection"):
+            _refuse_incomplete(self.stages)
+            if plan is None and not hasattr(self, "plan"):
+                raise InputError(
+                    f"{type(self).__name__} has no plan: set pipeline_order to the actions of every rank, or use a "
+                    "schedule that has one, such as ScheduleInterleaved1F1B, or PlannedSchedule"
+                )
+            self._use(self.plan if plan is None else plan)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One training step: forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
+
+        Returns the output for the whole batch on the rank of the last stage, None elsewhere. Keywords go to the model;
+        modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
+        forward-only plan it is the same as `eval`.
+        """
+        self._use_what_was_set()
+        return self._run(
+            Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses)
+        )
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward only, without gradients. The mode of the modules is up to you: call `stage.submod.eval()` before."""
+        return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses))
+
+    def register_custom_function(self, computation_type: Op | str, custom_function: CustomFunction) -> None:
+        """Let `custom_function(action, context)` do all actions of a kind; `context.run(action)` does one as usual.
+
+        Register on every rank before the first step, for instance for OVERLAP_F_B.
+        """
+        kind = checked_op(computation_type)
+        if self._runners:
+            raise InputError("register custom functions before the first step")
+        if kind is Op.REDUCE_GRAD and self.scale_grads:
+            warn_of_scaled_gradients()
+        self._custom[kind] = custom_function
+
+    def trace(self) -> Timeline:
+        """What the last call of `step` or `eval` did on the ranks of this process, if `tracing` was on."""
+        spans = () if self._last_runner is None else tuple(self._last_runner.spans)
+        return Timeline(f"{self.plan.name}, executed", self.plan.ranks, spans, "s")
+
+    def mean_loss(self) -> float:
+        """The loss of the whole batch in the last step, on every rank. All ranks have to call it."""
+        has_losses = self._last_rank in self._connection.ranks
+        numbers = self._losses.told(self.scale_grads) if has_losses else None
+        try:
+            shared = self._connection.share(MEAN_LOSS, self._last_rank, numbers, NUMBERS)
+        except Exception as error:
+            raise self._connection.failed(error, END) from error
+        return mean_from(shared)
+
+    def _run(self, given: Given) -> Any:
+        self._use_what_was_set()
+        try:
+            weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
+            options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
+            own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
+            self._connection.meeting.hold(self.plan, self.info, self.ties, self.stages, options, own)
+            self._check_given(given)
+            for stage in self.stages:
+                stage.refuse_new_wrappers()
+            runner = self._runner(given.training)
+            batches = self._batches.make(given)
+        except Exception as error:
+            raise self._connection.failed(error) from error
+        runner.tracing = self.tracing
+        self._last_runner = runner
+        trains = given.training
+        if trains and self._weighing is None and self._open_steps.is_next(self.plan, self._connection.meeting.held):
+            trains = self._open_steps.run(runner, batches, self._last_rank)
+        else:
+            runner.run(batches)
+        last = batches.get(self._last_rank)
+        if last is None:
+            self._losses = Losses()
+            return None
+        for stage in self.stages:
+            if stage.is_last:
+                stage.output_chunks = [last.results[nth] for nth in sorted(last.results)]
+        self._losses = Losses(last.losses, last.loss_weights)
+        if given.losses is not None:
+            given.losses[:] = self._losses.in_order()
+        try:
+            if self._weighing is not None and last.losses:
+                self._weighing.refuse_losses_without(last.weights)
+            if trains and self.check_loss:
+                self._losses.refuse_nan(self.scale_grads)
+            return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
+        except Exception as error:
+            raise self._connection.failed(error, END) from error
+
+    def _check_given(self, given: Given) -> None:
+        """Refuse what a step cannot be called with."""
+        if given.training and torch.is_inference_mode_enabled():
+            raise InputError(
+                "step() needs gradients, and torch.inference_mode() is on here: call it outside, or call eval()"
+            )
+        if given.losses is not None and not isinstance(given.losses, list):
+            raise LossesError(f"losses must be a list, which is filled; got {type(given.losses).__name__}")
+
+    def _runner(self, training: bool) -> Runner:
+        key = training, self.scale_grads
+        if key not in self._runners:
+            plan = self.plan if training else forward_part(self.plan)
+            parts = Assembly(
+                self.info,
+                self.ties,
+                self.stages,
+                self._connection,
+                self._objective,
+                self.scale_grads,
+                custom=self._custom,
+                random_numbers=self.random_numbers,
+                backward_counter=self.backward_counter,
+                schedule=weakref.ref(self),
+            )
+            self._runners[key] = parts.runner(plan)
+        return self._runners[key]
+
+
+def _refuse_incomplete(stages: Sequence[PipelineStage]) -> None:
+    for stage in stages:
+        if not is_complete(stage):
+            raise InputError(
+                f"a {type(stage).__name__} has no module to run: its __init__ must call that of PipelineStage or "
+                "_PipelineStageBase, which take the submodule, stage_index, num_stages and device"
+            )

@@ -1,0 +1,120 @@
+"""The runner of a plan, put together from stages: executors, their parcels and their ties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..pipe_ir import PipeInfo
+from ..schedule import Action, Dataflow, Op, Plan, add_reduce_ties
+from ..stage import Item, PipelineStage
+from .connection import Connection
+from .custom import CustomFunction, install
+from .executor import Executor
+from .loss import Objective
+from .parcels import LearntParcels, Parcels, TracedParcels
+from .random_numbers import KINDS
+from .runner import LocalRunner, RankRunner, Runner
+from .ties import DistributedTies, LocalTies, Tie, TiedGradients
+from .transport.base import Transport
+
+MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
+Stages = Mapping[int, PipelineStage]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What runners are made from; all stages are of one pipe, `info`, or were cut by hand."""
+
+    info: PipeInfo | None
+    ties: Sequence[Tie]
+    stages: Sequence[PipelineStage]
+    connection: Connection
+    objective: Objective
+    scale_grads: bool
+    custom: Mapping[Op, CustomFunction]
+    random_numbers: str
+    backward_counter: Counter[int]
+    schedule: Callable[[], Any]  # a weak reference
+
+    def runner(self, plan: Plan) -> Runner:
+        """Lower a plan, unless it has transfers already, and make what runs it."""
+        lowered = add_reduce_ties(plan if plan.has_transfers else self._lowered(plan)).validate()
+        executors = self._executors(lowered)
+        for executor in executors:
+            install(executor, self.custom, self.schedule)
+        if self.connection.in_process:
+            return LocalRunner(executors, lowered, self.connection.office)
+        return RankRunner(executors[0], lowered, self.connection.alarm)
+
+    def _lowered(self, plan: Plan) -> Plan:
+        """With sharding where a stage of this rank has copies; that does not change the messages between ranks."""
+        has_copies = any(stage.replica.is_reduced for stage in self.stages)
+        return plan.lower(max_held=MAX_HELD if has_copies else None)
+
+    def _executors(self, plan: Plan) -> list[Executor]:
+        """One for each rank that is here."""
+        every = {stage.stage_index: stage for stage in self.stages}
+        local = LocalTies(self.ties, every) if self.connection.in_process else None
+        made = []
+        for transport in self.connection.transports:
+            stages = {index: every[index] for index in plan.placement.stages_of[transport.rank]}
+            own = local if local is not None else DistributedTies(self.ties, stages, plan.placement, transport)
+            made.append(self._executor(plan, stages, transport, own))
+        return made
+
+    def _executor(self, plan: Plan, stages: Stages, transport: Transport, ties: TiedGradients) -> Executor:
+        parcels = parcels_of(self.info, stages)
+        random_numbers = KINDS[self.random_numbers](stages)
+        return Executor(
+            plan,
+            stages,
+            parcels,
+            transport,
+            self.objective,
+            scale_gradients=self.scale_grads,
+            ties=ties,
+            random_numbers=random_numbers,
+            backward_counter=self.backward_counter,
+        )
+
+
+def parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
+    """What goes between these stages and others."""
+    if info is None:
+        return LearntParcels()
+    items: dict[tuple[int, int], Sequence[Item]] = {}
+    for index, stage in stages.items():
+        assert stage.ports is not None  # a traced stage
+        items |= {(source, index): parcel for source, parcel in stage.ports.incoming.items()}
+        items |= {(index, target): parcel for target, parcel in stage.ports.outgoing.items()}
+    return TracedParcels(info, items)
+
+
+def forward_part(plan: Plan) -> Plan:
+    """The forwards of a plan, in its order."""
+
+    def forwards(action: Action | None) -> list[Action]:
+        leaves = () if action is None else action.leaves
+        return [leaf for leaf in leaves if leaf.op is Op.FORWARD]
+
+    rows = [[leaf for action in row for leaf in forwards(action)] for row in plan.actions]
+    return replace(plan, name=f"{plan.name}, forward", actions=tuple(map(tuple, rows)), training=False)
+
+
+# MERGED: The dataflow of a pipe: what the planner has to know of its edges.
+
+
+def dataflow_of(info: PipeInfo) -> Dataflow:
+    """Which stages use what of which; an input of the model that needs a gradient goes and comes back like a value."""
+    gradients = {(edge.source, edge.target) for edge in info.edges if edge.spec.requires_grad}
+    activations = {(edge.source, edge.target) for edge in info.edges if edge.kind == "activation"}
+    return Dataflow(
+        stages=info.num_stages,
+        activations=frozenset(activations | gradients),
+        gradients=frozenset(gradients),
+        root_inputs=frozenset(edge.target for edge in info.edges if edge.kind == "root input"),
+        ties=tuple(frozenset(tie.stages) for tie in info.tied_parameters),
+    )

@@ -1,0 +1,358 @@
+"""A parameter that several stages hold: where, under which names, and whether the holders are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, PipeError, did_you_mean
+from ..pipe_ir import PipeInfo
+from ..schedule import Dataflow, Placement
+from ..stage import PipelineStage
+from .transport.base import Meta, Transport
+
+Stages = Mapping[int, PipelineStage]
+_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter; in each stage that holds it, it has one of the names that are listed for that stage."""
+
+    title: str  # a name that no other tie has
+    names: Mapping[int, tuple[str, ...]]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that hold it, in order."""
+        return tuple(sorted(self.names))
+
+    def held(self, stages: Stages) -> list[tuple[int, Tensor]]:
+        """Those of these stages that hold it, each with its parameter."""
+        here = [stage for stage in self.stages if stage in stages]
+        return [(stage, self._parameter(stage, stages[stage].submod)) for stage in here]
+
+    def _parameter(self, stage: int, module: nn.Module) -> Tensor:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in self.names[stage] or unwrapped(name) in self.names[stage]:
+                return parameter
+        raise PipeError(
+            f"stage {stage} does not hold {self.names[stage][0]}, which it shares: do not replace its parameters"
+        )
+
+
+def unwrapped(name: str) -> str:
+    """The name of a parameter in the user's own module."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def ties_of_pipe(info: PipeInfo) -> tuple[Tie, ...]:
+    """The ties that a trace has found."""
+    return tuple(Tie(tie.names[0], dict.fromkeys(tie.stages, tie.names)) for tie in info.tied_parameters)
+
+
+def refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
+    """A gradient of some holders only would pull them apart."""
+    frozen, trained = sorted(frozen), sorted(trained)
+    if frozen and trained:
+        raise PipeError(
+            f"the tied parameter {tie.title} is frozen in {_listed(frozen)} and trained in {_listed(trained)}, and the "
+            "holders of one parameter have to stay the same: call requires_grad_() on it in all of these stages, with "
+            "True or with False"
+        )
+
+
+def _listed(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def shape_of(parameter: Tensor) -> str:
+    """The shape and dtype in words."""
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+
+
+def fingerprint(parameter: Tensor) -> str:
+    """A number that tells whether two holders have the same values."""
+    if parameter.device.type == "meta" or type(parameter) not in (Tensor, nn.Parameter):
+        return "not compared"
+    numbers = parameter.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, numbers.numel(), _CHUNK):
+        part = numbers[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(1, part.numel() + 1, device=part.device) % 65521
+        total = (total * 31 + int((part * weights).sum())) % (1 << 61)
+    return f"{total:x}"
+
+
+# MERGED: The sum of the gradients of a parameter that several stages hold.
+
+
+FROZEN, WITHOUT_GRADIENT, WITH_GRADIENT = range(3)  # what a rank says of the parameter before it sends its gradient
+
+
+class TiedGradients(Protocol):
+    """Sums the gradients of this step, and only those: what was accumulated before has been summed before."""
+
+    def begin(self) -> None:
+        """Set aside what was accumulated before the step."""
+
+    def sum(self, number: int) -> None:
+        """Sum one tie over all ranks that hold it."""
+
+    def finish(self) -> None:
+        """Sum what is left: ties between stages of one rank."""
+
+
+class _Holders:
+    """The objects that are one parameter on a rank: one, unless the stages were copied apart."""
+
+    def __init__(self, tie: Tie, stages: Stages) -> None:
+        self.tie = tie
+        self._held = tie.held(stages)
+        self.parameters = list({id(parameter): parameter for _, parameter in self._held}.values())
+        self._before: list[Tensor | None] | None = None
+
+    def set_aside(self) -> None:
+        """Keep what was accumulated before."""
+        self._before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def refuse_partly_frozen(self) -> None:
+        """All holders of this rank are frozen, or none."""
+        trained = {stage: parameter.requires_grad for stage, parameter in self._held}
+        refuse_partly_frozen(
+            self.tie, [stage for stage in trained if not trained[stage]], [stage for stage in trained if trained[stage]]
+        )
+
+    def own(self) -> Tensor | None:
+        """The sum of this step on this rank, if there is a gradient; of a parameter in shards, that of the shard."""
+        made = [_shard(each.grad) for each in self.parameters if each.grad is not None and each.requires_grad]
+        return sum(made[1:], made[0]).contiguous() if made else None
+
+    @property
+    def state(self) -> int:
+        """What the others have to know before the sum."""
+        if not self.parameters[0].requires_grad:
+            return FROZEN
+        return WITHOUT_GRADIENT if self.own() is None else WITH_GRADIENT
+
+    @property
+    def meta(self) -> Meta:
+        """What a gradient looks like on its way."""
+        shard = _shard(self.parameters[0])
+        return Meta(tuple(shard.shape), shard.dtype, False)
+
+    def give(self, total: Tensor | None) -> None:
+        """The sum of all ranks, added to what was there before; None if there is none."""
+        for parameter, before in zip(self.parameters, self._before or [None] * len(self.parameters), strict=True):
+            parts = [_shard(part) for part in (before, total) if part is not None]
+            # Holders do not share a tensor: an optimizer may change a gradient in place.
+            summed = None if not parts else parts[0] + parts[1] if len(parts) == 2 else parts[0].clone()
+            parameter.grad = None if summed is None else _like(parameter, summed)
+        self._before = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the gradients of this step are still to be summed."""
+        return self._before is not None
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local().detach()
+
+
+def _like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """A shard as a tensor of the kind of its parameter: sharded in the same way."""
+    if not hasattr(parameter, "to_local"):
+        return shard
+    kind: Any = type(parameter.data)
+    sharding: Any = parameter
+    return kind.from_local(  # type: ignore[no-any-return]
+        shard, sharding.device_mesh, sharding.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+class DistributedTies:
+    """This rank's part in the sums: the first rank that holds a parameter adds up, in order, and sends the sum back.
+
+    So all holders have the same bits, and their parameters stay the same through any number of optimizer steps. A rank
+    says what it has before it sends a gradient: one that froze the parameter on its own would be waited for in vain.
+    """
+
+    def __init__(
+        self, ties: Sequence[Tie], stages: Mapping[int, PipelineStage], placement: Placement, transport: Transport
+    ) -> None:
+        self.placement = placement
+        self.transport = transport
+        self.ranks: dict[int, list[int]] = {}
+        self.holders: dict[int, _Holders] = {}
+        for number, tie in enumerate(ties):
+            ranks = sorted({placement.rank_of[stage] for stage in tie.stages})
+            if transport.rank in ranks:
+                holders = _Holders(tie, stages)
+                if len(ranks) > 1 or len(holders.parameters) > 1:
+                    self.ranks[number], self.holders[number] = ranks, holders
+
+    def begin(self) -> None:
+        for holders in self.holders.values():
+            holders.refuse_partly_frozen()
+        for holders in self.holders.values():
+            holders.set_aside()
+
+    def sum(self, number: int) -> None:
+        holders, ranks = self.holders[number], self.ranks[number]
+        if self.transport.rank == ranks[0]:
+            self._collect(holders, ranks)
+        else:
+            self._contribute(holders, ranks)
+
+    def finish(self) -> None:
+        for holders in self.holders.values():
+            if holders.is_waiting:
+                holders.give(holders.own())
+
+    def _collect(self, holders: _Holders, ranks: list[int]) -> None:
+        states, total = [holders.state], holders.own()
+        for rank in ranks[1:]:
+            states += self._states_of(rank, 1)
+            if states[-1] == WITH_GRADIENT:
+                (other,) = self.transport.receive(rank, [holders.meta]).wait()
+                total = other if total is None else total + other
+        for rank in ranks[1:]:
+            self._send(rank, states, holders, total)
+        self._refuse_partly_frozen(holders.tie, ranks, states)
+        holders.give(total)
+
+    def _contribute(self, holders: _Holders, ranks: list[int]) -> None:
+        self._send(ranks[0], [holders.state], holders, holders.own())
+        states = self._states_of(ranks[0], len(ranks))
+        self._refuse_partly_frozen(holders.tie, ranks, states)
+        has_sum = WITH_GRADIENT in states
+        holders.give(self.transport.receive(ranks[0], [holders.meta]).wait()[0] if has_sum else None)
+
+    def _send(self, rank: int, states: list[int], holders: _Holders, gradient: Tensor | None) -> None:
+        device = holders.parameters[0].device
+        self.transport.send(rank, [torch.tensor(states, dtype=torch.int64, device=device)])
+        if gradient is not None:
+            self.transport.send(rank, [gradient])
+
+    def _states_of(self, rank: int, count: int) -> list[int]:
+        (states,) = self.transport.receive(rank, [Meta((count,), torch.int64, False)]).wait()
+        return states.tolist()
+
+    def _refuse_partly_frozen(self, tie: Tie, ranks: list[int], states: list[int]) -> None:
+        known = dict(zip(ranks, states, strict=True))
+        frozen = [stage for stage in tie.stages if known[self.placement.rank_of[stage]] == FROZEN]
+        refuse_partly_frozen(tie, frozen, set(tie.stages) - set(frozen))
+
+
+class LocalTies:
+    """All holders are in this process: mostly one parameter, in which autograd has summed already."""
+
+    def __init__(self, ties: Sequence[Tie], stages: Stages) -> None:
+        self.holders = [_Holders(tie, stages) for tie in ties]
+
+    def begin(self) -> None:
+        for holders in self.holders:
+            holders.refuse_partly_frozen()
+        for holders in self.holders:
+            if len(holders.parameters) > 1 and not holders.is_waiting:
+                holders.set_aside()
+
+    def sum(self, number: int) -> None:
+        """Nothing yet: other ranks may not have come to it."""
+
+    def finish(self) -> None:
+        for holders in self.holders:
+            if holders.is_waiting:
+                holders.give(holders.own())
+
+
+# MERGED: Ties of modules that were cut by hand: the user says which parameters of which stages are one.
+
+
+Declared = Sequence[Mapping[int, str]]
+_FORM = 'a tie is a dict from stage to the name of the parameter there, such as {0: "embed.weight", 3: "head.weight"}'
+
+
+def declared_ties(declared: Declared, stages: Iterable[PipelineStage]) -> tuple[Tie, ...]:
+    """The ties, checked against each other and against the stages that are here.
+
+    >>> from torch import nn
+    >>> stages = [PipelineStage(nn.Linear(4, 4), index, 2, "cpu") for index in range(2)]
+    >>> [tie.title for tie in declared_ties([{0: "weight", 1: "weight"}], stages)]
+    ['weight of stage 0']
+    """
+    here = {stage.stage_index: stage for stage in stages}
+    if isinstance(declared, Mapping | str):
+        raise InputError(f"ties must be a list, got {type(declared).__name__}: {_FORM}")
+    if declared and any(stage.pipe_info is not None for stage in here.values()):
+        raise InputError("ties= is for modules that were cut by hand; those of a traced model are known: leave it out")
+    total = max((stage.num_stages for stage in here.values()), default=0)
+    ties = tuple(_checked(f"ties[{number}]", tie, total) for number, tie in enumerate(declared))
+    holders: dict[object, str] = {}
+    for number, tie in enumerate(ties):
+        _refuse_unknown(f"ties[{number}]", tie, here)
+        _refuse_shapes(f"ties[{number}]", tie, here)
+        _refuse_twice(f"ties[{number}]", tie, here, holders)
+    return ties
+
+
+def _checked(where: str, tie: Any, total: int) -> Tie:
+    pairs = list(tie.items()) if isinstance(tie, Mapping) else []
+    plain = all(type(stage) is int and isinstance(name, str) for stage, name in pairs)
+    if len(pairs) < 2 or not plain:
+        raise InputError(f"{where} is {tie!r}: {_FORM}, with two stages at least")
+    beyond = [stage for stage, _ in pairs if not 0 <= stage < total]
+    if beyond:
+        raise InputError(f"{where} has stage {beyond[0]}, and the stages are 0 to {total - 1}")
+    first = min(stage for stage, _ in pairs)
+    return Tie(f"{tie[first]} of stage {first}", {stage: (name,) for stage, name in sorted(pairs)})
+
+
+def _refuse_unknown(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
+    for stage, (name,) in tie.names.items():
+        if stage not in here:
+            continue
+        known = [each for each, _ in here[stage].submod.named_parameters(remove_duplicate=False)]
+        if name not in known and name not in map(unwrapped, known):
+            raise InputError(f"{where}: stage {stage} has no parameter {name!r}.{did_you_mean(name, known)}")
+
+
+def _refuse_shapes(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
+    shapes = {stage: shape_of(parameter) for stage, parameter in tie.held(here)}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{tie.names[stage][0]} of stage {stage} is {shape}" for stage, shape in shapes.items())
+        raise InputError(f"{where} cannot be one parameter: {told}")
+
+
+def _refuse_twice(where: str, tie: Tie, here: Mapping[int, PipelineStage], holders: dict[object, str]) -> None:
+    """A parameter in two ties would be summed twice; it may have two names in a stage."""
+    keys = {(stage, name): f"{name} of stage {stage}" for stage, (name,) in tie.names.items()}
+    objects = {id(parameter): f"{tie.names[stage][0]} of stage {stage}" for stage, parameter in tie.held(here)}
+    for key, text in (keys | objects).items():
+        if key in holders:
+            raise InputError(f"{text} is in {holders[key]} and in {where}: put all that is one parameter in one tie")
+        holders[key] = where
+
+
+def with_ties(dataflow: Dataflow, ties: Sequence[Tie]) -> Dataflow:
+    """A dataflow with these ties; if it has ties of its own they must be the same."""
+    stages = tuple(frozenset(tie.stages) for tie in ties)
+    if dataflow.ties not in ((), stages):
+        raise InputError(
+            f"the plan has ties between the stages {[sorted(tie) for tie in dataflow.ties]}, and the schedule got "
+            f"{[sorted(tie) for tie in stages]}: pass ties=, for each of the plan's ties the name of the parameter in "
+            "each stage"
+        )
+    return replace(dataflow, ties=stages)

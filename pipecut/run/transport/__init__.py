@@ -1,0 +1,1 @@
+"""Ways for parcels to travel between ranks."""

@@ -1,0 +1,1 @@
+"""Balanced cuts of a chain of blocks, on plain numbers."""

@@ -1,0 +1,1 @@
+"""Python source of the stages."""

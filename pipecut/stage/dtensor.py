@@ -1,0 +1,176 @@
+"""How a DTensor lies on its mesh, as a value that can be sent; its local part, and the whole made of that again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .examples import StageMetadataError
+from .microbatch.tensors import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class MeshKey(NamedTuple):
+    """What tells a mesh from the others of a rank; the same on all stages, whose meshes are of other ranks."""
+
+    dim_names: tuple[str, ...]
+    layout: Any  # torch's own description: sizes, and the distances between ranks
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshKey:
+        """The key of a mesh."""
+        sizes = tuple(mesh.shape)
+        return cls(tuple(mesh.mesh_dim_names or ()), getattr(mesh, "_layout", sizes), sizes)
+
+    def __str__(self) -> str:
+        names = self.dim_names or ("",) * len(self.sizes)
+        pairs = zip(names, self.sizes, strict=True)
+        return f"mesh ({', '.join(f'{name}={size}' if name else str(size) for name, size in pairs)})"
+
+
+class OnMesh(NamedTuple):
+    """What makes a DTensor of a local tensor: the shape and strides of the whole, and how it lies on which mesh."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh: MeshKey
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> OnMesh | None:
+        """That of a tensor at hand; None for one that is plain."""
+        if not is_distributed(tensor):
+            return None
+        key = MeshKey.of(tensor.device_mesh)
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tuple(tensor.placements), key)
+
+    @property
+    def of_gradient(self) -> OnMesh:
+        """How its gradient goes from stage to stage: like the value; what is a sum for the value is whole.
+
+        These are the placements that torch promises for the gradient of `DTensor.from_local`.
+        """
+        from torch.distributed.tensor import Replicate
+
+        placements = [Replicate() if placement.is_partial() else placement for placement in self.placements]
+        return self._replace(placements=tuple(placements))
+
+    def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The DTensor of which this rank has a local part."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.placements))}) on the {self.mesh}"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor, without its graph; a plain tensor as it is."""
+    if not is_distributed(tensor):
+        return tensor
+    detached: Any = tensor.detach()  # which waits for a collective that is still under way
+    local: Tensor = detached.to_local()
+    return local
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a DTensor as a plain tensor; a plain one as it is."""
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
+
+
+def lying_as(on_mesh: OnMesh, tensor: Any) -> Tensor:
+    """The same values of a DTensor, placed on its mesh like another one."""
+    alike = tuple(tensor.placements) == on_mesh.placements
+    placed: Tensor = tensor if alike else tensor.redistribute(placements=on_mesh.placements)
+    return placed
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The tensor as it can be sent: in order, and with nothing left to be done when it is read."""
+    if is_distributed(tensor):
+        # Not contiguous() of the DTensor itself, which would sum up one that is Partial.
+        local = local_part(tensor)
+        ready = in_order(local)
+        if ready is local:
+            return tensor
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        placed = OnMesh(tuple(tensor.shape), tuple(stride), tuple(tensor.placements), MeshKey.of(tensor.device_mesh))
+        return placed.whole(ready, tensor.device_mesh).requires_grad_(tensor.requires_grad)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def placing_of(on_mesh: OnMesh | None) -> tuple[Any, ...] | None:
+    """How and where a DTensor lies, its sizes aside; None for a plain tensor."""
+    return None if on_mesh is None else (on_mesh.placements, on_mesh.mesh)
+
+
+def text_of(tensor: Tensor) -> str:
+    """A tensor in few words.
+
+    >>> text_of(torch.ones(2, 3))
+    'float32[2, 3]'
+    """
+    return described(tuple(tensor.shape), tensor.dtype, OnMesh.of(tensor))
+
+
+def described(shape: tuple[int, ...], dtype: torch.dtype, on_mesh: OnMesh | None) -> str:
+    """The same of what is known of one."""
+    plain = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return plain if on_mesh is None else f"{plain} as {on_mesh}"
+
+
+# MERGED: The meshes that a stage knows: DTensors that come from other stages are put on them.
+
+
+GetMesh = Callable[..., Any]
+
+
+class Meshes:
+    """Those of the tensors that the stage was seen with, of its module's state, and what `get_mesh` returns."""
+
+    def __init__(self, stage_index: int, get_mesh: GetMesh | None) -> None:
+        self.stage_index = stage_index
+        self.get_mesh = get_mesh
+        self._known: dict[MeshKey, DeviceMesh] = {}
+
+    def see(self, values: Iterable[Any]) -> None:
+        """Note the meshes of those values that are DTensors."""
+        for value in values:
+            if is_distributed(value):
+                self._known.setdefault(MeshKey.of(value.device_mesh), value.device_mesh)
+
+    def find(self, key: MeshKey, module: nn.Module) -> DeviceMesh:
+        """The mesh of this rank that the key stands for."""
+        if key not in self._known:  # the stage's module may have been made parallel only now
+            self.see(chain(module.parameters(), module.buffers()))
+        if key not in self._known:
+            self._known[key] = self._asked_for(key)
+        return self._known[key]
+
+    def _asked_for(self, key: MeshKey) -> DeviceMesh:
+        asked = f"dim names {key.dim_names} and layout {key.layout}"
+        if self.get_mesh is None:
+            raise StageMetadataError(
+                f"stage {self.stage_index} gets a DTensor on the {key}, {asked}, and knows no such mesh: make the "
+                "stage with get_mesh=, a function of dim names and layout that returns the mesh of this rank, or with "
+                "input_args or output_args on that mesh"
+            )
+        mesh = self.get_mesh(key.dim_names, key.layout)
+        if not hasattr(mesh, "mesh_dim_names") or tuple(mesh.shape) != key.sizes:
+            raise StageMetadataError(
+                f"get_mesh= of stage {self.stage_index} returned {mesh!r} for {asked}: it must return a mesh of sizes "
+                f"{list(key.sizes)}"
+            )
+        return mesh  # type: ignore[no-any-return]

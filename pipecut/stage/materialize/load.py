@@ -1,0 +1,267 @@
+"""Reads what one stage needs from a checkpoint that has the names of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, did_you_mean
+from .checkpoint import Checkpoint, Entry, InMemory, open_torch_file, short_name
+from .safetensors_format import SafetensorsFile
+from .tensors import StageTensor, has_values, named_tensors
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a stage takes from a checkpoint."""
+
+    found: Mapping[str, StageTensor]  # by the name in the checkpoint; of a tie that was saved twice, the first
+    again: Mapping[str, str]  # the other names of ties that were saved more than once -> the first
+    missing: Sequence[StageTensor]
+
+
+def find_in(
+    checkpoint: Checkpoint, tensors: Sequence[StageTensor], rename: Callable[[str], str] | None = None
+) -> Wanted:
+    """Look for each tensor under all names that it has in the model."""
+    known = checkpoint.names
+    found: dict[str, StageTensor] = {}
+    again: dict[str, str] = {}
+    missing = []
+    for tensor in tensors:
+        candidates = dict.fromkeys(name if rename is None else rename(name) for name in tensor.names)
+        present = [name for name in candidates if name in known]
+        if present:
+            found[present[0]] = tensor
+            again |= dict.fromkeys(present[1:], present[0])
+        elif tensor.persistent:
+            missing.append(tensor)
+    return Wanted(found, again, missing)
+
+
+def check_names(
+    checkpoint: Checkpoint, wanted: Wanted, model: nn.Module, rename: Callable[[str], str] | None = None
+) -> None:
+    """Everything that the stage needs is there, and nothing that the model does not know."""
+    # A buffer that is not saved now may have been saved once.
+    expected = {*model.state_dict(), *(name for name, _ in named_tensors(model))}
+    if rename is not None:
+        expected = {rename(name) for name in expected}
+    unexpected = sorted(set(checkpoint.names) - expected)
+    missing = [tensor.name if rename is None else rename(tensor.name) for tensor in wanted.missing]
+    faults = []
+    if missing:
+        lines = [f"{name}.{did_you_mean(name, unexpected or checkpoint.names)}" for name in missing]
+        faults.append(f"it does not have, and this stage needs:{_lines(lines)}")
+    if unexpected:
+        lines = [f"{name}.{did_you_mean(name, missing or expected)}" for name in unexpected]
+        faults.append(f"it has, and the model does not:{_lines(lines)}")
+    if faults:
+        raise CheckpointError(
+            f"{checkpoint.where} does not fit the model.\n" + "\n".join(faults) + "\nPass rename=, a function from the "
+            "model's names to those of the checkpoint, if they only differ; or strict=False, to read what fits and "
+            "leave the rest to init=, or to the values that the model has"
+        )
+
+
+def _lines(names: Sequence[str]) -> str:
+    more = f"\n  and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return "".join(f"\n  {name}" for name in names[:_SHOWN]) + more
+
+
+def check_forms(checkpoint: Checkpoint, wanted: Wanted, dtype: torch.dtype | None) -> None:
+    """Shapes are the model's, and dtypes are, or are to be converted."""
+    shapes, dtypes, kept = [], [], set()
+    for name, tensor in wanted.found.items():
+        entry = checkpoint.entry(name)
+        if entry is None:
+            raise CheckpointError(f"{name} in {checkpoint.where} is not a tensor, and is a parameter of the model")
+        if entry.shape != tuple(tensor.new.shape):
+            shapes.append(f"{name} is {entry} there, and {_form_of(tensor.new)} in the model")
+        elif entry.dtype != tensor.new.dtype and not _converted(entry.dtype, tensor.new.dtype, dtype):
+            dtypes.append(f"{name} is {entry} there, and {_form_of(tensor.new)} in the model")
+            kept.add(short_name(tensor.new.dtype))
+    if shapes:
+        raise CheckpointError(f"{checkpoint.where} is of a model of other sizes:{_lines(shapes)}")
+    if dtypes:
+        raise CheckpointError(
+            f"{checkpoint.where} has other dtypes than the model:{_lines(dtypes)}\nPass dtype=torch."
+            f"{' or dtype=torch.'.join(sorted(kept))} to convert what is read, or make the model with the dtype of the "
+            "checkpoint before it is cut"
+        )
+
+
+def _form_of(tensor: Tensor) -> Entry:
+    return Entry(tuple(tensor.shape), tensor.dtype)
+
+
+def _converted(saved: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> bool:
+    return wanted == dtype and saved.is_floating_point and wanted.is_floating_point
+
+
+def check_dtype(tensors: Sequence[StageTensor], dtype: torch.dtype) -> None:
+    """A stage runs with the dtypes that the model had when it was traced."""
+    floating = {tensor.old.dtype for tensor in tensors if tensor.old.dtype.is_floating_point}
+    if floating and dtype not in floating:
+        of_model = " and ".join(sorted(map(short_name, floating)))
+        raise CheckpointError(
+            f"dtype={dtype}, and the model was cut with {of_model}, for which its stages are made: convert "
+            f"the model (`model.to({dtype})`) before pipeline(). dtype says to what a checkpoint of another dtype is "
+            "converted"
+        )
+
+
+@torch.no_grad()
+def read(checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Fill the tensors; a tie that was saved under several names must have been saved with the same values."""
+    checkpoint.read({name: tensor.new for name, tensor in wanted.found.items()})
+    for name, first in wanted.again.items():
+        value = wanted.found[first].new
+        other = torch.empty_like(value)
+        entry = checkpoint.entry(name)
+        if entry is None or entry.shape != tuple(value.shape):
+            same = False
+        else:
+            checkpoint.read({name: other})
+            same = torch.equal(value, other)
+        if not same:
+            raise CheckpointError(
+                f"{first} and {name} differ in {checkpoint.where}, and are one parameter in the model: "
+                "untie them in the model, or remove the one that does not count from the checkpoint"
+            )
+
+
+def check_all_filled(tensors: Sequence[StageTensor], filled: Collection[str], index: int) -> None:
+    """Nothing is left in memory that nobody has written to."""
+    unfilled = [tensor for tensor in tensors if not has_values(tensor.old) and tensor.name not in filled]
+    if unfilled:
+        raise CheckpointError(
+            f"stage {index} has parts that the checkpoint does not hold and that are on the meta device: "
+            f"{', '.join(map(str, unfilled))}. Make the model under `with pipecut.empty_weights():` instead of "
+            'torch.device("meta"), so that buffers have the values of their constructor; or pass strict=False and '
+            "init=, a function that fills what the checkpoint does not hold"
+        )
+
+
+# MERGED: Which kind of checkpoint a path is.
+
+
+INDEX = "model.safetensors.index.json"
+CheckpointLike = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def open_checkpoint(given: CheckpointLike) -> Checkpoint:
+    """What can be read from a path, or a state dict."""
+    if isinstance(given, Mapping):
+        return InMemory(given)
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(f"checkpoint must be a path or a state dict, got {type(given).__name__}")
+    path = Path(given)
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.exists():
+        beside = [str(path.parent / name) for name in os.listdir(path.parent)] if path.parent.is_dir() else []
+        raise CheckpointError(
+            f"there is no checkpoint {path}: no such file or directory.{did_you_mean(str(path), beside)}"
+        )
+    return _read_index(path) if path.name.endswith(".index.json") else _open_file(path)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    with path.open("rb") as file:
+        start = file.read(4)
+    is_torch = start[:2] in (b"PK", b"\x80\x02")  # a zip file; a pickle, as torch wrote long ago
+    return open_torch_file(path) if is_torch else SafetensorsFile(path)
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    if (path / ".metadata").exists():
+        from .checkpoint import DistributedCheckpoint
+
+        return DistributedCheckpoint(path)
+    if (path / INDEX).exists():
+        return _read_index(path / INDEX)
+    indices = sorted(path.glob("*.index.json"))
+    if len(indices) > 1:
+        raise CheckpointError(f"{path} has several indices, {_listed(indices)}: pass the path of one")
+    if indices:
+        return _read_index(indices[0])
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        return _of_all_files(path, files)
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it has no {INDEX}, no .safetensors file and no .metadata of "
+        f"torch.distributed.checkpoint. It has {_listed(sorted(path.iterdir())) or 'no files'}; "
+        "a file of torch.save is passed by its own path"
+    )
+
+
+def _listed(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths[:6]) + (", ..." if len(paths) > 6 else "")
+
+
+class Sharded:
+    """Files that hold the tensors of one model; only those that are asked for are opened."""
+
+    def __init__(self, where: str, file_of: Mapping[str, Path]) -> None:
+        self.where = where
+        self.file_of = file_of
+        self._opened: dict[Path, Checkpoint] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.file_of.keys()
+
+    def entry(self, name: str) -> Entry | None:
+        return self._file(name).entry(name)
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        by_file: dict[Path, dict[str, Tensor]] = {}
+        for name, target in targets.items():
+            by_file.setdefault(self.file_of[name], {})[name] = target
+        for names in by_file.values():
+            self._file(next(iter(names))).read(names)
+
+    def load_object(self, name: str) -> Any:
+        return self._file(name).load_object(name)
+
+    def _file(self, name: str) -> Checkpoint:
+        path = self.file_of[name]
+        if path not in self._opened:
+            if not path.exists():
+                raise CheckpointError(f"{self.where} says that {name} is in {path.name}, and there is no {path}")
+            self._opened[path] = _open_file(path)
+        if name not in self._opened[path].names:
+            raise CheckpointError(f"{self.where} says that {name} is in {path.name}, and it is not there")
+        return self._opened[path]
+
+
+def _read_index(path: Path) -> Sharded:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        file_of = {name: path.parent / file for name, file in content["weight_map"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f'{path} is not an index: it has no "weight_map" from names to files') from error
+    return Sharded(str(path), file_of)
+
+
+def _of_all_files(path: Path, files: list[Path]) -> Sharded:
+    file_of: dict[str, Path] = {}
+    for file in files:
+        for name in SafetensorsFile(file).names:
+            if name in file_of:
+                raise CheckpointError(
+                    f"{name} is in {file_of[name].name} and in {file.name} of {path}, and there is no {INDEX} that "
+                    "says which counts: remove the files of the other checkpoint"
+                )
+            file_of[name] = file
+    return Sharded(str(path), file_of)

@@ -1,0 +1,145 @@
+"""The tensors of a stage, and new ones of its own to take their places."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from ...errors import PipeError
+from ...pipe_ir import Pipe
+
+
+@dataclass(frozen=True)
+class StageTensor:
+    """A parameter or buffer of a stage, and the one that takes its place."""
+
+    names: tuple[str, ...]  # in the model: those that the stage has too, then those of other stages
+    persistent: bool
+    old: Tensor
+    new: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def __str__(self) -> str:
+        kind = "parameter" if isinstance(self.old, nn.Parameter) else "buffer"
+        return f"{self.name} ({kind if self.persistent else f'{kind} that is not saved'})"
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The tensor of a tied parameter, and the stages of this process that hold it."""
+
+    tensor: weakref.ref[Tensor]
+    stages: set[int]
+
+
+# A parameter that several stages hold is one tensor in a process too, so that it is stored and updated once.
+_shared: weakref.WeakKeyDictionary[Pipe, dict[tuple[str, torch.device], _Shared]] = weakref.WeakKeyDictionary()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is memory behind a tensor."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def stage_tensors(pipe: Pipe, index: int, device: torch.device) -> list[StageTensor]:
+    """A new tensor on the device for each of a stage, with the values that the old one has, if any."""
+    model = pipe.traced.model
+    groups: dict[int, list[str]] = {}
+    group_of = {name: groups.setdefault(id(tensor), []) for name, tensor in named_tensors(model)}
+    for name, group in group_of.items():
+        group.append(name)
+    held: dict[int, list[str]] = {}
+    olds: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(pipe.get_stage_module(index)):
+        held.setdefault(id(tensor), []).append(name)
+        olds[id(tensor)] = tensor
+    saved = set(model.state_dict())
+    made = []
+    for key, names in held.items():
+        everywhere = tuple(dict.fromkeys([*names, *group_of.get(names[0], ())]))
+        new = _new_tensor(pipe, index, everywhere, olds[key], device)
+        made.append(StageTensor(everywhere, any(name in saved for name in everywhere), olds[key], new))
+        if has_values(olds[key]):
+            with torch.no_grad():
+                new.copy_(olds[key])
+    return made
+
+
+def _new_tensor(pipe: Pipe, index: int, names: tuple[str, ...], old: Tensor, device: torch.device) -> Tensor:
+    tie = next((tie for tie in pipe.tied_parameters if names[0] in tie.names), None)
+    if tie is None:
+        return _empty_like(names[0], old, device)
+    shared = _shared.setdefault(pipe, {})
+    known = shared.get((tie.names[0], device))
+    tensor = None if known is None or index in known.stages else known.tensor()
+    if known is None or tensor is None:  # the first one, or the stage is built anew
+        tensor = _empty_like(names[0], old, device)
+        shared[tie.names[0], device] = known = _Shared(weakref.ref(tensor), set())
+    known.stages.add(index)
+    return tensor
+
+
+def _empty_like(name: str, old: Tensor, device: torch.device) -> Tensor:
+    kind = type(old)
+    if kind not in (Tensor, FakeTensor) and not issubclass(kind, nn.Parameter):
+        raise PipeError(
+            f"{name} is a {kind.__name__}, of which no other can be made with values: make the model with plain "
+            "tensors, and wrap or shard its stages after they are built"
+        )
+    form = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+    data = torch.empty_like(form, device=device)
+    if isinstance(old, nn.Parameter):
+        of_kind = kind if issubclass(kind, nn.Parameter) else nn.Parameter
+        return torch.Tensor._make_subclass(of_kind, data, old.requires_grad)
+    return data.requires_grad_(old.requires_grad)
+
+
+# MERGED: Makes models whose parameters are on the meta device and whose buffers have values.
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Make models without memory for their parameters.
+
+    Unlike `torch.device("meta")` it leaves buffers and other tensors as they are: tables that a constructor computes
+    and no checkpoint has. One parameter at a time has memory, until its module has it. Works for all threads.
+
+    >>> from pipecut import empty_weights
+    >>> with empty_weights():
+    ...     layer = nn.BatchNorm1d(4)
+    >>> layer.weight.device, layer.running_var.device
+    (device(type='meta'), device(type='cpu'))
+    """
+    register = nn.Module.register_parameter
+
+    def register_without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not is_lazy(param) and param.device.type != "meta":
+            _forget_values(param)
+        register(module, name, param)
+
+    with patch.object(nn.Module, "register_parameter", register_without_memory):
+        yield
+
+
+def _forget_values(parameter: nn.Parameter) -> None:
+    """Move a parameter to the meta device: the very object, for another module may be about to share it."""
+    empty = torch.Tensor._make_subclass(type(parameter), parameter.detach().to("meta"), parameter.requires_grad)
+    vars(empty).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
