@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from .api import pipeline as pipeline
     from .errors import CheckpointError as CheckpointError
     from .errors import InputError as InputError
+    from .errors import LaunchError as LaunchError
     from .errors import PipeError as PipeError
     from .errors import PipeWarning as PipeWarning
     from .errors import PlanError as PlanError
     from .errors import SpecError as SpecError
     from .errors import SplitError as SplitError
+    from .errors import StepError as StepError
     from .errors import TraceError as TraceError
-    from .launcher import LaunchError as LaunchError
     from .launcher import launch as launch
     from .pipe import Pipe as Pipe
     from .pipe_ir import Edge as Edge
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .run import ScheduleZBH1 as ScheduleZBH1
     from .run import ScheduleZBH2 as ScheduleZBH2
     from .run import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
-    from .run import StepError as StepError
     from .run import get_schedule_class as get_schedule_class
     from .schedule import compare as compare
     from .split import Machine as Machine
@@ -67,14 +67,16 @@ HOMES = {
     ".errors": (
         "CheckpointError",
         "InputError",
+        "LaunchError",
         "PipeError",
         "PipeWarning",
         "PlanError",
         "SpecError",
         "SplitError",
+        "StepError",
         "TraceError",
     ),
-    ".launcher": ("LaunchError", "launch"),
+    ".launcher": ("launch",),
     ".pipe": ("Pipe",),
     ".pipe_ir": ("Edge", "PipeInfo", "StageInfo", "TensorSpec", "TiedParameter", "pipe_split"),
     ".planning.search": ("plan",),
@@ -95,7 +97,6 @@ HOMES = {
         "ScheduleZBH1",
         "ScheduleZBH2",
         "ScheduleZBVZeroBubble",
-        "StepError",
         "get_schedule_class",
     ),
     ".schedule": ("compare",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class PipeError(Exception):
@@ -36,6 +37,111 @@ class PlanError(PipeError, ValueError):
     def __init__(self, message: str, faults: Sequence[object] = ()) -> None:
         super().__init__(message)
         self.faults = tuple(faults)
+
+
+class LaunchError(PipeError):
+    """A launch failed. `rank` is where that began, None if it was not in a rank; `traceback` is that rank's."""
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank, self.traceback)
+
+
+class AbsentTensorError(PipeError, AttributeError):
+    """A tensor was asked for that another stage has."""
+
+
+class ExampleError(InputError, RuntimeError):
+    """Example arguments that are no call. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
+
+
+class StageRunError(PipeError):
+    """A stage does not run with what arrives at it."""
+
+
+class CompiledStageError(InputError, RuntimeError):
+    """A compiled stage in a schedule that would gain nothing from it. It is a RuntimeError too, as with the peer."""
+
+
+class StepError(PipeError, RuntimeError):
+    """A step failed, on this rank or on another one; the message tells where that began."""
+
+
+class LostConnectionError(PipeError):
+    """The connection to another rank is gone: its process has ended, or it has closed the connection."""
+
+    def __init__(self, peer: int, error: BaseException) -> None:
+        super().__init__(f"no connection to rank {peer}: {error}")
+        self.peer = peer
+        self.waited = "imed out" in str(error)
+
+
+class DisagreementError(PipeError):
+    """The ranks are not about to do the same thing."""
+
+
+class MissingTargetError(InputError, RuntimeError):
+    """There is no target for the loss. It is a RuntimeError too, as with the peer."""
+
+
+class LossesError(InputError, TypeError):
+    """What is to be filled with losses is no list. It is a TypeError too, as with the peer."""
+
+
+class UnknownOpError(PlanError, RuntimeError):
+    """There is no such kind of action."""
+
+
+class MissingFileError(PlanError, FileNotFoundError):
+    """There is no such plan. It is a FileNotFoundError too, as of any file that is opened."""
+
+
+class TooLittleMemoryError(SplitError):
+    """No cut fits. `needs` is the memory of each rank in the leanest cut that is known."""
+
+    def __init__(self, text: str, needs: Sequence[float]) -> None:
+        super().__init__(text)
+        self.needs = tuple(needs)
+
+
+class StageMetadataError(PipeError, RuntimeError):
+    """Tensors are not what was said of them."""
+
+
+class TooFewSamplesError(InputError, AssertionError):
+    """Fewer samples than microbatches. It is an AssertionError too, as with the peer."""
+
+
+class PlacementError(InputError, AssertionError):
+    """DTensors that lie differently on their mesh, or DTensors and plain tensors, which cannot be joined."""
+
+
+class MisfitError(InputError, RuntimeError):
+    """Tensors that cannot be joined. It is a RuntimeError too, as with torch."""
+
+
+class NoSuchDimError(InputError, IndexError):
+    """Tensors without the dim that they should be joined along. It is an IndexError too, as with torch."""
+
+
+class NothingToMergeError(InputError, IndexError):
+    """No chunks. It is an IndexError too, as with the peer."""
+
+
+class SpecCountError(InputError, AssertionError):
+    """Not as many specs as arguments. It is an AssertionError too, as with the peer."""
+
+
+class GroupSizeError(InputError, RuntimeError):
+    """A group with ranks that would have no stage. It is a RuntimeError too, as with the peer."""
+
+
+class StepMetadataError(StepError, StageMetadataError):
+    """A step failed, for tensors are not what was said of them."""
 
 
 class PipeWarning(UserWarning):

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecut import InputError, PipeError, PipelineStage, Schedule1F1B
+from pipecut.errors import LaunchError
 from pipecut.launcher import launch as start
 from pipecut.launcher import rank as rank_module
 from pipecut.launcher.launch import launch
 from pipecut.launcher.rank import Failure
-from pipecut.launcher.watch import LaunchError
 
 pytestmark = pytest.mark.distributed
 
@@ -189,7 +189,7 @@ def test_the_rank_is_found_whose_stage_failed(origin: int) -> None:
 
     error = failure_of(train)
     assert error.rank == origin
-    assert f"rank {origin} failed: pipecut.run.failure.StepError: the step failed: rank {origin}" in str(error)
+    assert f"rank {origin} failed: pipecut.errors.StepError: the step failed: rank {origin}" in str(error)
     assert "ValueError: cannot go on" in str(error)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..stage.examples import StageMetadataError
+from ..errors import StageMetadataError
 from ..stage.microbatch.tensors import is_distributed
 
 MeshKey: TypeAlias = tuple[Any, Any]

@@ -1,4 +1,3 @@
 """Local processes as ranks, for scripts and notebooks without torchrun."""
 
 from .launch import launch as launch
-from .watch import LaunchError as LaunchError

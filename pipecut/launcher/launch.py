@@ -14,9 +14,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError
+from ..errors import InputError, LaunchError
 from .rank import Call, Meeting, environment_of, is_starting, process_group, run_rank
-from .watch import LaunchError, Watch, stop
+from .watch import Watch, stop
 
 # MERGED: Starts the process of a rank: a new one, or a fork of this one where a new one could not find the function.
 

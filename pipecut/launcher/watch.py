@@ -10,23 +10,11 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..errors import PipeError
+from ..errors import LaunchError
 from .rank import INTERRUPTED, SHOW_STACK, Failure, Meeting, Report
 
 PATIENCE = 5.0  # seconds for the rank with the fault to report it, once others have lost their connection to it
 GRACE = 2.0  # seconds between asking a rank to end and ending it
-
-
-class LaunchError(PipeError):
-    """A launch failed. `rank` is where that began, None if it was not in a rank; `traceback` is that rank's."""
-
-    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.traceback = traceback
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.rank, self.traceback)
 
 
 class Watch:

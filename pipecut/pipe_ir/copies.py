@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import PipeError
+from ..errors import AbsentTensorError
 
 # MERGED: Subclasses made at run time, without telling the user's class about them.
 
@@ -35,10 +35,6 @@ def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) 
 
 
 # MERGED: A module without its tensors, for others that read its plain attributes.
-
-
-class AbsentTensorError(PipeError, AttributeError):
-    """A tensor was asked for that another stage has."""
 
 
 def empty(module: nn.Module, path: str) -> None:

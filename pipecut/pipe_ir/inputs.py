@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import ExampleError, InputError
 from .sizes.dynamic import NOTHING_ASKED, DynamicDims, Place, read_dynamic
 from .sizes.faults import size_faults
 from .structure import Atom, Structure, flatten, unflatten
 from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
-
-
-class ExampleError(InputError, RuntimeError):
-    """Example arguments that are no call. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
 
 
 @dataclass(frozen=True)

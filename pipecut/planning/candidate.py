@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PipeError, PlanError
+from ..errors import PipeError, PlanError, TooLittleMemoryError
 from ..schedule import Costs, Link, Plan, Report, simulate
-from ..split import BalancedCut, Machine, StageCost, TooLittleMemoryError, balance_of, balanced_cut
+from ..split import BalancedCut, Machine, StageCost, balance_of, balanced_cut
 from ..text import as_bytes, enough_bytes
 from .choices import Choice, in_flight
 from .costs import Stages, bounds_of, pending_bytes, simulate_tied, split_times, tied_like

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import InputError, PipeError
+from ..errors import InputError, StageRunError
 from ..pipe_ir import Pipe, TracedModel, bind_inputs, flatten
 from ..split import Times, Weights
 from ..stage import StageWeights, full_backward, input_backward, weight_backward
@@ -224,10 +224,6 @@ class StageTimes:
     full_backward: float
 
 
-class StageFailure(PipeError):  # noqa: N818
-    """A stage does not run with what arrives at it."""
-
-
 @dataclass(frozen=True)
 class Rehearsal:
     """What is to run: a pipe, at some sizes of its symbolic dims, with activations computed again or not."""
@@ -263,7 +259,7 @@ def _failures_told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise StageFailure(f"{type(error).__name__}: {error}") from error
+        raise StageRunError(f"{type(error).__name__}: {error}") from error
 
 
 def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: float) -> StageTimes:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import InputError, PipeError, PlanError, SplitError
+from ..errors import InputError, PipeError, PlanError, SplitError, StageRunError, TooLittleMemoryError
 from ..pipe_ir import HOOK_DICTS, TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
 from ..schedule import Placement, Report, search_schedule
-from ..split import Chain, SplitPlan, TooLittleMemoryError, Weights, cut_model, giant_in, mean_of
+from ..split import Chain, SplitPlan, Weights, cut_model, giant_in, mean_of
 from .candidate import Candidate, make_candidate, nothing_fits
 from .choices import Choice, in_flight
 from .costs import Stages
 from .group import on_all_ranks, on_each_rank, on_first_rank
-from .measure import Rehearsal, StageFailure, StageTimes
+from .measure import Rehearsal, StageTimes
 from .training_plan import Alternative, Source
 
 # MERGED: Whether the model runs with other numbers of samples than the example has: tried on stand-ins, which hold no data.
@@ -310,7 +310,7 @@ def _attempt(call: Callable[[], Result]) -> Result | str:
     """What a call gives, or why a stage failed in it."""
     try:
         return call()
-    except StageFailure as failure:
+    except StageRunError as failure:
         return str(failure)
 
 

@@ -1,6 +1,5 @@
 """The running half of schedules: one executor, over transports between ranks or inside one process."""
 
-from .failure import StepError as StepError
 from .inputs import cut_by_hand as cut_by_hand
 from .inputs import cut_traced as cut_traced
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti

@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import InputError, PipeError, PipeWarning
+from ..errors import CompiledStageError, DisagreementError, InputError, PipeError, PipeWarning
 from ..schedule import Op, Plan
 from ..stage import PipelineStage, refuse_ranks_of_pipeline
 from ..stage.peer_attributes import is_initialized
 from .failure import BEGIN, Alarm, describe
-from .handshake import Agreement, DisagreementError, Meeting
+from .handshake import Agreement, Meeting
 from .transport.base import Transport
 from .transport.distributed import DistributedTransport
 from .transport.in_process import InProcessTransport, PostOffice
@@ -109,10 +109,6 @@ def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: boo
             "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
             "before, with world_size= their number"
         )
-
-
-class CompiledStageError(InputError, RuntimeError):
-    """A compiled stage in a schedule that would gain nothing from it. It is a RuntimeError too, as with the peer."""
 
 
 def refuse_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, StageMetadataError
 from ..pipe_ir import flatten
-from ..stage import PipelineStage, StageMetadataError, open_value, placing_of
+from ..stage import PipelineStage, open_value, placing_of
 from .state import parameters_of
 from .transport.base import Meta
 

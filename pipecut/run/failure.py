@@ -18,36 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import PipeError
+from ..errors import LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
-from ..stage import StageMetadataError
 
 KEY = "pipecut/failure"
 PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
 BEGIN, END = "before its first action", "after its last action"
 
 
-class StepError(PipeError, RuntimeError):
-    """A step failed, on this rank or on another one; the message tells where that began."""
-
-
-class StepMetadataError(StepError, StageMetadataError):
-    """A step failed, for tensors are not what was said of them."""
-
-
 def step_error(text: str, cause: Exception) -> StepError:
     """The error to raise for a step that failed here or elsewhere; of a kind that code written for the peer expects."""
     kind = StepMetadataError if isinstance(cause, StageMetadataError) else StepError
     return kind(f"the step failed: {text}")
-
-
-class LostConnectionError(PipeError):
-    """The connection to another rank is gone: its process has ended, or it has closed the connection."""
-
-    def __init__(self, peer: int, error: BaseException) -> None:
-        super().__init__(f"no connection to rank {peer}: {error}")
-        self.peer = peer
-        self.waited = "imed out" in str(error)
 
 
 class _StoreIsGoneError(Exception):

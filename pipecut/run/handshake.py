@@ -10,17 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError, PipeError
+from ..errors import DisagreementError, InputError
 from ..pipe_ir import PipeInfo
 from ..schedule import Plan
 from ..stage import PipelineStage
 from .ties import Stages, Tie, fingerprint, shape_of
 
 # MERGED: Before the first step the ranks compare what they are about to do: a difference is an error, not a hang.
-
-
-class DisagreementError(PipeError):
-    """The ranks are not about to do the same thing."""
 
 
 def facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, PipeError, PipeWarning
+from ..errors import InputError, MissingTargetError, PipeError, PipeWarning
 from ..pipe_ir import PipeInfo
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -21,10 +21,6 @@ WAYS = (
     "make the schedule with loss_fn=, a function of (output, target) or of the output only; or use a model whose "
     "output holds its loss: as `loss`, as the first of a tuple, or as all there is, one number"
 )
-
-
-class MissingTargetError(InputError, RuntimeError):
-    """There is no target for the loss. It is a RuntimeError too, as with the peer."""
 
 
 @dataclass
@@ -275,10 +271,6 @@ def from_integer(bits: int) -> float:
 
 
 NUMBERS = 2  # how many integers tell the mean: the count of losses, and the bits of their mean
-
-
-class LossesError(InputError, TypeError):
-    """What is to be filled with losses is no list. It is a TypeError too, as with the peer."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ..errors import PipeWarning
+from ..errors import PipeWarning, StepError
 from ..schedule import RECEIVES, Action, Op, Plan, Span, Walk
 from .executor import Executor, Handler, finish_together
-from .failure import BEGIN, END, Alarm, Failure, StepError, describe, step_error
+from .failure import BEGIN, END, Alarm, Failure, describe, step_error
 from .loss import WAYS, Objective
 from .state import Batch
 from .transport.base import Meta

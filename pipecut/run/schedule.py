@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, LossesError
 from ..pipe_ir import PipeInfo
 from ..schedule import Op, Plan, Timeline
 from ..stage import PipelineStage, StepSeeds
@@ -19,7 +19,7 @@ from .custom import CustomFunction, checked_op, warn_of_scaled_gradients
 from .failure import END
 from .inputs import BatchMaker, Given
 from .last_stage import merged
-from .loss import NUMBERS, Losses, LossesError, LossWeight, Objective, mean_from, weighing_of
+from .loss import NUMBERS, Losses, LossWeight, Objective, mean_from, weighing_of
 from .peer_surface import PeerSurface
 from .random_numbers import checked_kind, with_states
 from .runner import OpenSteps, Runner

@@ -6,7 +6,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from ..errors import PlanError, did_you_mean
+from ..errors import PlanError, UnknownOpError, did_you_mean
 
 
 class Op(str, Enum):
@@ -37,10 +37,6 @@ class Op(str, Enum):
                 f"Invalid computation type {action}.{did_you_mean(action, _OPS)} Known are {', '.join(_OPS)}."
             )
         return _OPS[action]
-
-
-class UnknownOpError(PlanError, RuntimeError):
-    """There is no such kind of action."""
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.OVERLAP_F_B})

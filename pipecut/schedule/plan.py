@@ -11,7 +11,7 @@ from os import PathLike
 from os.path import isdir
 from pathlib import Path
 
-from ..errors import PlanError
+from ..errors import MissingFileError, PlanError
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
 from .placement import Placement, first_missing, positive
 from .rules import Dataflow
@@ -328,10 +328,6 @@ def _remedy(file: Path) -> str:
 
 
 # MERGED: Plans as CSV files: one line a rank, one cell a step, an empty cell for a bubble.
-
-
-class MissingFileError(PlanError, FileNotFoundError):
-    """There is no such plan. It is a FileNotFoundError too, as of any file that is opened."""
 
 
 def save_csv(plan: Plan, path: str | PathLike[str]) -> None:

@@ -15,7 +15,6 @@ from .dtensor import local_part as local_part
 from .dtensor import lying_as as lying_as
 from .dtensor import placing_of as placing_of
 from .dtensor import text_of as text_of
-from .examples import StageMetadataError as StageMetadataError
 from .materialize import CheckpointLike as CheckpointLike
 from .materialize import InitFunction as InitFunction
 from .materialize import Values as Values

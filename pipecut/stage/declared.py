@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import StageMetadataError
 from ..pipe_ir import flatten
 from .dtensor import OnMesh, placing_of, text_of
-from .examples import StageMetadataError
 
 _LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda tensor: tensor.shape,

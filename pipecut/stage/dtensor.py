@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .examples import StageMetadataError
+from ..errors import StageMetadataError
 from .microbatch.tensors import is_distributed
 
 if TYPE_CHECKING:

@@ -8,13 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import PipeError
+from ..errors import StageMetadataError
 from ..pipe_ir import flatten
 from .microbatch.tensors import is_distributed
-
-
-class StageMetadataError(PipeError, RuntimeError):
-    """Tensors are not what was said of them."""
 
 
 @dataclass(frozen=True)

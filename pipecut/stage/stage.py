@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError, PipeError
+from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
-from .examples import Examples, StageMetadataError
+from .examples import Examples
 from .materialize import check_has_memory
 from .peer_surface import OneChunkCalls
 from .replica import Replica, replica_of, wrappers_in
@@ -341,10 +341,6 @@ def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
         raise InputError(
             f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"
         )
-
-
-class GroupSizeError(InputError, RuntimeError):
-    """A group with ranks that would have no stage. It is a RuntimeError too, as with the peer."""
 
 
 def _check_group(size: int, num_stages: int) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from pipecut import PipelineStage
 from pipecut.compat import schedules
-from pipecut.errors import PipeWarning
-from pipecut.run.failure import StepError
+from pipecut.errors import PipeWarning, StepError
 from tests.compat.test_subclassing import assert_as_uncut, batch, gradients_of, layers
 from tests.compat.user_schedules import rows
 

@@ -147,8 +147,7 @@ def test_a_rank_that_takes_too_long() -> None:
         (
             True,
             "no target",
-            "rank 1 failed before its first action: pipecut.run.loss.MissingTargetError: step() got no "
-            "target",
+            "rank 1 failed before its first action: pipecut.errors.MissingTargetError: step() got no target",
         ),
         (False, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),
         (True, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut import PipelineStage, StepError
-from pipecut.errors import InputError
-from pipecut.run.handshake import DisagreementError
+from pipecut.errors import DisagreementError, InputError
 from tests.distributed_replicas.grid import REPLICAS, Block, Grid, Part, Wrap, plan_of
 from tests.distributed_replicas.rank_processes import RankProcesses
 from tests.distributed_replicas.wrappers import copied, sharded

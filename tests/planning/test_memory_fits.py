@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import PlanError, TrainingPlan
+from pipecut.errors import TooLittleMemoryError
 from pipecut.planning.candidate import Candidate, make_candidate
 from pipecut.planning.choices import TRAINING, Choice
 from pipecut.planning.costs import Stages
 from pipecut.planning.memory import RankMemory, leanest_cut
 from pipecut.schedule import simulate
-from pipecut.split.balance.solve import TooLittleMemoryError
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
 

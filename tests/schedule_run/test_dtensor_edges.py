@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipecut import PipelineStage, get_schedule_class, pipeline
-from pipecut.errors import InputError, PipeError
-from pipecut.run.failure import StepError
+from pipecut.errors import InputError, PipeError, StageMetadataError, StepError
 from pipecut.run.parcels import receive_description, send_description
 from pipecut.run.transport.base import Meta
 from pipecut.run.transport.in_process import InProcessTransport, PostOffice
 from pipecut.stage.dtensor import MeshKey, in_order
-from pipecut.stage.examples import StageMetadataError
 
 WIDTH = 4
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecut.errors import SplitError
+from pipecut.errors import SplitError, TooLittleMemoryError
 from pipecut.split.balance import solve as preferred
 from pipecut.split.balance.least_memory import leanest_cuts
 from pipecut.split.balance.problem import Memory
-from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, TooLittleMemoryError, balance
+from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, balance
 
 times = st.integers(0, 30).map(float)
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..failure import LostConnectionError, is_about_connection
+from ...errors import LostConnectionError
+from ..failure import is_about_connection
 from .base import Meta
 
 # Of a pair of ranks. More would only hold memory: a plan never needs a send to be buffered.

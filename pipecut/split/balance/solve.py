@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import SplitError
+from ...errors import SplitError, TooLittleMemoryError
 from ...text import as_bytes, enough_bytes
 from .chunked import ChunkedCuts
 from .least_memory import Leanest, leanest_cuts
@@ -69,14 +69,6 @@ def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Ar
 
 
 __all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "as_bytes", "balance", "balance_of"]
-
-
-class TooLittleMemoryError(SplitError):
-    """No cut fits. `needs` is the memory of each rank in the leanest cut that is known."""
-
-    def __init__(self, text: str, needs: Sequence[float]) -> None:
-        super().__init__(text)
-        self.needs = tuple(needs)
 
 
 @dataclass(frozen=True)

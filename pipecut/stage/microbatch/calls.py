@@ -11,7 +11,7 @@ from typing import Any
 
 import sympy
 
-from ...errors import InputError
+from ...errors import InputError, TooFewSamplesError
 from ...pipe_ir import LEAF, Atom, Path, Structure, TensorSpec, TracedCall, flatten, unflatten
 from .spec import Replicate, Rule, Spec, TensorChunkSpec, written_call
 from .tensors import even_sizes, is_block_mask, samples_of
@@ -112,10 +112,6 @@ def _leaf_count(structure: Structure) -> int:
 
 
 # MERGED: How many samples a call has, which all arguments that are cut must agree on.
-
-
-class TooFewSamplesError(InputError, AssertionError):
-    """Fewer samples than microbatches. It is an AssertionError too, as with the peer."""
 
 
 def agreed_sizes(

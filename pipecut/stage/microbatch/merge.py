@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InputError
+from ...errors import InputError, MisfitError, NoSuchDimError, NothingToMergeError, PlacementError
 from ...pipe_ir import PLAIN_TYPES, Path, Structure, unflatten
 from .calls import open_value
 from .spec import CustomReducer, Replicate, Rule, TensorChunkSpec, match_specs
@@ -19,18 +19,6 @@ from .tensors import is_distributed, join_distributed
 
 
 _FOLD = "CustomReducer(init_value, reduce_fn) in output_merge_spec folds it, Replicate() takes the first"
-
-
-class PlacementError(InputError, AssertionError):
-    """DTensors that lie differently on their mesh, or DTensors and plain tensors, which cannot be joined."""
-
-
-class MisfitError(InputError, RuntimeError):
-    """Tensors that cannot be joined. It is a RuntimeError too, as with torch."""
-
-
-class NoSuchDimError(InputError, IndexError):
-    """Tensors without the dim that they should be joined along. It is an IndexError too, as with torch."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +159,6 @@ def _brief(tensor: torch.Tensor) -> str:
 
 
 _SPEC, _KINDS = "output_merge_spec", (TensorChunkSpec, Replicate, CustomReducer)
-
-
-class NothingToMergeError(InputError, IndexError):
-    """No chunks. It is an IndexError too, as with the peer."""
 
 
 def merge_chunks(

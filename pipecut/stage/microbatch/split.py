@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InputError
+from ...errors import InputError, SpecCountError
 from ...pipe_ir import unflatten
 from .calls import Call, agreed_sizes, open_call
 from .spec import Replicate, Rule, TensorChunkSpec, match_specs
@@ -32,10 +32,6 @@ class Microbatches:
     kwargs: list[dict[str, Any]]
     sizes: tuple[int, ...] | None
     dims: tuple[int | None, ...] = ()
-
-
-class SpecCountError(InputError, AssertionError):
-    """Not as many specs as arguments. It is an AssertionError too, as with the peer."""
 
 
 def split_args_kwargs_into_chunks(

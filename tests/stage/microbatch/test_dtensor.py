@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from pipecut.errors import InputError
+from pipecut.errors import InputError, PlacementError
 from pipecut.stage.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from pipecut.stage.microbatch.merge import PlacementError
 from pipecut.stage.microbatch.split import _split_tensor
 
 
