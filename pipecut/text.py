@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from .errors import InputError
 
-UNITS = {
+_UNITS = {
     "": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
     "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40,
 }  # fmt: skip
-TOLD = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-DIGITS = 4
+_TOLD = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_DIGITS = 4
 Memory = float | str | Sequence[float | str] | None
 
 
@@ -35,9 +35,9 @@ def read_memory(memory: Memory, ranks: int, name: str = "memory") -> list[float]
 def _bytes(memory: float | str, name: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
     number = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if not number and (match is None or match[2].upper() not in UNITS):
+    if not number and (match is None or match[2].upper() not in _UNITS):
         raise InputError(f"{name}={memory!r}: write it as 24GB, 512MiB, or a number of bytes")
-    size = float(match[1]) * UNITS[match[2].upper()] if match is not None else float(memory)
+    size = float(match[1]) * _UNITS[match[2].upper()] if match is not None else float(memory)
     if not size > 0:
         raise InputError(f"{name}={memory!r}: give the bytes that a rank has, more than 0")
     return size
@@ -51,8 +51,8 @@ def as_bytes(size: float) -> str:
     """
     if math.isinf(size):
         return "no limit"
-    unit, factor = next((each for each in TOLD if size >= each[1]), TOLD[-1])
-    return f"{size / factor:.{DIGITS}g} {unit}"
+    unit, factor = next((each for each in _TOLD if size >= each[1]), _TOLD[-1])
+    return f"{size / factor:.{_DIGITS}g} {unit}"
 
 
 def enough_bytes(size: float) -> str:
@@ -61,8 +61,8 @@ def enough_bytes(size: float) -> str:
     >>> enough_bytes(123_401), enough_bytes(123_400), enough_bytes(0.25), enough_bytes(12_345e9)
     ('123.5 kB', '123.4 kB', '0.25 B', '12345 GB')
     """
-    unit, factor = next((each for each in TOLD if size >= each[1]), TOLD[-1])
-    decimals = max(0, DIGITS - max(1, len(str(int(size / factor)))))
+    unit, factor = next((each for each in _TOLD if size >= each[1]), _TOLD[-1])
+    decimals = max(0, _DIGITS - max(1, len(str(int(size / factor)))))
     steps = math.ceil(size / factor * 10**decimals)
     if steps / 10**decimals * factor < size:  # the quotient was rounded down
         steps += 1

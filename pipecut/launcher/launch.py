@@ -21,7 +21,7 @@ from .watch import Watch, stop
 # MERGED: Starts the process of a rank: a new one, or a fork of this one where a new one could not find the function.
 
 
-class Starter:
+class _Starter:
     """Knows how the ranks of one launch are started.
 
     A new process imports the function by its name, which the functions of a notebook and of a prompt, lambdas and
@@ -66,17 +66,17 @@ class Starter:
             obstacle = f"{_used_accelerator()} is in use here already"
         if obstacle is None:
             return True
-        name = name_of(self.call[0])
+        name = _name_of(self.call[0])
         raise LaunchError(
             f"launch() cannot start {name}: {self._why_not_new()}; and this process cannot be forked, for {obstacle}. "
             f"Put {name} at the top level of a module, and import it from there"
         )
 
 
-def name_of(function: object) -> str:
+def _name_of(function: object) -> str:
     """A function's name for messages; a partial is called by what it wraps."""
     name = getattr(function, "__qualname__", None)
-    return name if isinstance(name, str) else name_of(getattr(function, "func", type(function)))
+    return name if isinstance(name, str) else _name_of(getattr(function, "func", type(function)))
 
 
 def _has_file(main: Any) -> bool:
@@ -92,17 +92,17 @@ def _used_accelerator() -> str | None:
     return device.type
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def launch(
-    fn: Callable[..., T],
+    fn: Callable[..., _T],
     ranks: int = 4,
     *args: Any,
     backend: str = "gloo",
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[T]:
+) -> list[_T]:
     """Call `fn(*args)` in so many local processes at once, and return what the ranks return, in their order.
 
     torch.distributed is initialised when `fn` is called, with `backend`; `dist.get_rank()` tells the ranks apart. The
@@ -129,18 +129,18 @@ def launch(
     if is_starting():
         raise LaunchError(
             "launch() was called while a rank was importing the script that it is in, and would start ranks without "
-            f'end: call it below `if __name__ == "__main__":`, so that it runs once; {name_of(fn)} stays above'
+            f'end: call it below `if __name__ == "__main__":`, so that it runs once; {_name_of(fn)} stays above'
         )
     if _is_rank():
         return [_call_here(fn, ranks, args, backend, env)]
     with tempfile.TemporaryDirectory(prefix="pipecut-", ignore_cleanup_errors=True) as directory:
         meeting = Meeting(directory, ranks, backend)
-        starter = Starter((fn, args), meeting, env)
+        starter = _Starter((fn, args), meeting, env)
         processes = [starter.process(rank) for rank in range(ranks)]
         try:
             for rank, process in enumerate(processes):
                 starter.start(rank, process)
-            return Watch(processes, meeting, name_of(fn), timeout).results()
+            return Watch(processes, meeting, _name_of(fn), timeout).results()
         finally:
             stop(processes)
 
@@ -159,8 +159,8 @@ def _is_rank() -> bool:
 
 
 def _call_here(
-    fn: Callable[..., T], ranks: int, args: tuple[Any, ...], backend: str, env: Mapping[str, str] | None
-) -> T:
+    fn: Callable[..., _T], ranks: int, args: tuple[Any, ...], backend: str, env: Mapping[str, str] | None
+) -> _T:
     there_are = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if there_are != ranks:
         raise InputError(

@@ -124,7 +124,7 @@ class Meeting:
         return os.path.join(self.directory, name)
 
 
-LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
+_LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
 SHOW_STACK = signal.SIGUSR1
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -133,13 +133,13 @@ _has_begun = False
 
 def is_starting() -> bool:
     """Whether this process is to be a rank, and is still importing what it needs."""
-    return os.environ.get(LAUNCHED_BY) == str(os.getppid()) and not _has_begun
+    return os.environ.get(_LAUNCHED_BY) == str(os.getppid()) and not _has_begun
 
 
 def environment_of(rank: int, ranks: int) -> dict[str, str]:
     """What torchrun puts into the environment of a rank, as far as it depends on the rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(value) for name, value in place.items()} | {LAUNCHED_BY: str(os.getpid())}
+    return {name: str(value) for name, value in place.items()} | {_LAUNCHED_BY: str(os.getpid())}
 
 
 def run_rank(rank: int, meeting: Meeting, call: Call | None) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import LaunchError
 from .rank import INTERRUPTED, SHOW_STACK, Failure, Meeting, Report
 
-PATIENCE = 5.0  # seconds for the rank with the fault to report it, once others have lost their connection to it
-GRACE = 2.0  # seconds between asking a rank to end and ending it
+_PATIENCE = 5.0  # seconds for the rank with the fault to report it, once others have lost their connection to it
+_GRACE = 2.0  # seconds between asking a rank to end and ending it
 
 
 class Watch:
@@ -38,7 +38,7 @@ class Watch:
             if any(not failure.lost_connection for failure in failures):
                 break
             if failures and give_up is None:
-                give_up = time.monotonic() + PATIENCE
+                give_up = time.monotonic() + _PATIENCE
             if not ended and give_up is not None and time.monotonic() >= give_up:
                 break
             if not ended and end is not None and time.monotonic() >= end:
@@ -108,7 +108,7 @@ class Watch:
             pid = self.processes[rank].pid
             assert pid is not None  # it was started, and is waited for: the number is still its own
             os.kill(pid, SHOW_STACK)
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + _GRACE
         while time.monotonic() < end and any(not self.meeting.stack(rank) for rank in ranks):
             time.sleep(0.05)
         return {rank: self.meeting.stack(rank) or "  (it had not begun, or does not answer)" for rank in ranks}
@@ -120,7 +120,7 @@ def stop(processes: Iterable[BaseProcess]) -> None:
     try:
         for process in started:
             process.terminate()
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + _GRACE
         for process in started:
             process.join(max(0.0, end - time.monotonic()))
     finally:

@@ -37,12 +37,12 @@ def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) 
 # MERGED: A module without its tensors, for others that read its plain attributes.
 
 
-def empty(module: nn.Module, path: str) -> None:
+def _empty(module: nn.Module, path: str) -> None:
     """Take the tensors from a module; who asks for one of them is told where it is.
 
     >>> import torch
     >>> linear = nn.Linear(2, 3)
-    >>> empty(linear, "head")
+    >>> _empty(linear, "head")
     >>> linear.out_features
     3
     >>> linear.weight
@@ -116,7 +116,7 @@ def clone(
             if id(child) in left_out:
                 memo[id(module)]._modules.pop(name, None)
     for module, path in emptied.items():
-        empty(memo[id(module)], path)
+        _empty(memo[id(module)], path)
     return copied
 
 

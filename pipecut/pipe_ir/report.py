@@ -53,21 +53,21 @@ def recomputed(pipe: Pipe) -> list[str]:
         by_stage.setdefault(value.stage, []).append(value)
     return [
         f"stage {stage}: {', '.join(value.name for value in values)} "
-        f"(would be {bytes_text(sum(example_bytes(value.spec, pipe.traced.hints) for value in values))})"
+        f"(would be {_bytes_text(sum(_example_bytes(value.spec, pipe.traced.hints) for value in values))})"
         for stage, values in by_stage.items()
     ]
 
 
-def example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+def _example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     """The size of a tensor in the example."""
     bound = spec.bind(sizes)
     return math.prod(map(int, bound.shape)) * spec.dtype.itemsize
 
 
-def bytes_text(count: int) -> str:
+def _bytes_text(count: int) -> str:
     """A number of bytes, with three digits.
 
-    >>> bytes_text(80), bytes_text(4_200), bytes_text(1_340_000_000)
+    >>> _bytes_text(80), _bytes_text(4_200), _bytes_text(1_340_000_000)
     ('80 B', '4.2 kB', '1.34 GB')
     """
     return _with_unit(count, "B")
@@ -157,7 +157,7 @@ _PROSE_WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Section:
+class _Section:
     """A heading and the sentences below it."""
 
     title: str
@@ -168,14 +168,14 @@ class Section:
 class Explanation:
     """What there is to know of a cut model, as text in sections; print it, or look at the sections.
 
-    >>> print(Explanation("Net in 2 stages", (Section("sizes", ("batch: any size",)),)))
+    >>> print(Explanation("Net in 2 stages", (_Section("sizes", ("batch: any size",)),)))
     Net in 2 stages
     sizes
       - batch: any size
     """
 
     title: str
-    sections: tuple[Section, ...]
+    sections: tuple[_Section, ...]
 
     def __getitem__(self, title: str) -> tuple[str, ...]:
         """The sentences below a heading; none if there is nothing to say."""
@@ -200,7 +200,7 @@ class Explanation:
 def explain(pipe: Pipe) -> Explanation:
     """All sections that have something to say."""
     title = f"{_name(pipe.traced)} in {pipe.num_stages} stage{'s' if pipe.num_stages > 1 else ''}"
-    sections = (Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
+    sections = (_Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
     return Explanation(title, tuple(section for section in sections if section.lines))
 
 
@@ -300,7 +300,7 @@ def _listed(edges: Iterable[Edge]) -> str:
 
 
 def _total(pipe: Pipe, edges: Iterable[Edge]) -> str:
-    return bytes_text(sum(example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
+    return _bytes_text(sum(_example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
 
 
 def _recomputed(pipe: Pipe) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from ..errors import SpecError
 
 Dim: TypeAlias = sympy.Expr | int
-Sizes = Mapping[str, int]
+_Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TensorSpec:
             self, shape=tuple(self.shape[dim] for dim in order), stride=tuple(self.stride[dim] for dim in order)
         )
 
-    def memory_order(self, sizes: Sizes) -> tuple[int, ...] | None:
+    def memory_order(self, sizes: _Sizes) -> tuple[int, ...] | None:
         """The order of dims in which the tensor lies in memory without gaps; None where there is no such order."""
         if not self.stride and self.shape:
             return None
@@ -82,7 +82,7 @@ class TensorSpec:
         order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
         return order if self.permuted(order).is_contiguous else None
 
-    def bind(self, sizes: Sizes) -> TensorSpec:
+    def bind(self, sizes: _Sizes) -> TensorSpec:
         """Concrete shapes: each symbolic dim gets its size by name."""
         symbols = {symbol for dim in (*self.shape, *self.stride) for symbol in sympy.sympify(dim).free_symbols}
         missing = sorted(str(symbol) for symbol in symbols if str(symbol) not in sizes)
@@ -121,7 +121,7 @@ class TensorSpec:
         return f"{_dtype(self.dtype)}{_dims(self.shape)}{' grad' if self.requires_grad else ''}"
 
 
-def _concrete(dim: Dim, sizes: Sizes) -> int:
+def _concrete(dim: Dim, sizes: _Sizes) -> int:
     if isinstance(dim, int):
         return dim
     return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols if str(symbol) in sizes}))

@@ -39,7 +39,7 @@ def is_tensor_holder(value: Any) -> bool:
         return False
 
 
-def put_together(cls: type, names: Iterable[str], values: Iterable[Any]) -> Any:
+def _put_together(cls: type, names: Iterable[str], values: Iterable[Any]) -> Any:
     """An object of a class with these attributes; its `__init__` does not run again."""
     made: Any = object.__new__(cls)
     vars(made).update(zip(names, values, strict=True))
@@ -176,7 +176,7 @@ def _open_dataclass(value: Any) -> _Opened:
 
 def _open_object(value: Any) -> _Opened:
     cls, names = type(value), list(vars(value))
-    return [f".{name}" for name in names], list(vars(value).values()), lambda made: put_together(cls, names, made)
+    return [f".{name}" for name in names], list(vars(value).values()), lambda made: _put_together(cls, names, made)
 
 
 def _open_registered(value: Any) -> _Opened:

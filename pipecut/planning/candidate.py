@@ -14,7 +14,7 @@ from .costs import Stages, bounds_of, pending_bytes, simulate_tied, split_times,
 from .measure import StageTimes
 from .memory import RankMemory, faster_cut, leanest_cut
 
-ROUNDS = 4
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Making:
     def within(self, limits: Sequence[float]) -> Candidate | None:
         """A balanced cut that fits with what does not add up, too: one that does not is made again with less memory."""
         room = limits
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             try:
                 found = self.balanced(room)
             except TooLittleMemoryError:
@@ -120,7 +120,7 @@ class _Making:
         cuts = self.stages.cuts_of(cut.plan)
         bounds = bounds_of(cuts, self.stages.blocks.count)
         speed_of = [1.0 if self.speeds is None else self.speeds[rank] for rank in self.rank_of]
-        costs = costs_of(
+        costs = _costs_of(
             [self.stages.cost(*bound) for bound in bounds],
             [self.stages.holds(*bound) for bound in bounds],
             speed_of,
@@ -139,7 +139,7 @@ def _needed(needs: Sequence[float], limits: Sequence[float]) -> str:
     return f"{enough_bytes(needs[rank])} on rank {rank}"
 
 
-def costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
+def _costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
     """The costs of stages as the simulator takes them: seconds and bytes.
 
     Where gradients are `held`, the first half of a split backward makes those of the weights too; the second half adds

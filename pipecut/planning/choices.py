@@ -12,9 +12,9 @@ from ..schedule import FAMILIES, Op, Plan, plan_for
 
 # Schedules that train; which of them fit is found out.
 TRAINING = tuple(name for name in FAMILIES if name != "ForwardOnly")
-MOST_SIZES = 6
-NEAR = 0.25  # numbers of microbatches that differ by this much are as good
-SMALL_WASTE = 0.05  # an uneven division that is worse than an even one by so little is as good
+_MOST_SIZES = 6
+_NEAR = 0.25  # numbers of microbatches that differ by this much are as good
+_SMALL_WASTE = 0.05  # an uneven division that is worse than an even one by so little is as good
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def microbatch_counts(batch: int, ranks: int) -> list[int]:
     """
     doubled = itertools.takewhile(lambda count: count < batch, (ranks * 2**power for power in itertools.count()))
     found = sorted({_near(count, batch, ranks) for count in doubled} | {batch})
-    if len(found) <= MOST_SIZES:
+    if len(found) <= _MOST_SIZES:
         return found
-    steps = [round(nth * (len(found) - 1) / (MOST_SIZES - 1)) for nth in range(MOST_SIZES)]
+    steps = [round(nth * (len(found) - 1) / (_MOST_SIZES - 1)) for nth in range(_MOST_SIZES)]
     return [found[step] for step in steps]
 
 
@@ -73,9 +73,9 @@ def _near(count: int, batch: int, ranks: int) -> int:
 
     def quality(other: int) -> tuple[float, bool, int]:
         waste = other * largest_microbatch(batch, other) / batch - 1
-        return (max(waste, SMALL_WASTE), other % ranks > 0, abs(other - count))
+        return (max(waste, _SMALL_WASTE), other % ranks > 0, abs(other - count))
 
-    near = range(max(ranks, math.ceil(count * (1 - NEAR))), min(batch, math.floor(count * (1 + NEAR))) + 1)
+    near = range(max(ranks, math.ceil(count * (1 - _NEAR))), min(batch, math.floor(count * (1 + _NEAR))) + 1)
     return min(near, key=quality)
 
 
@@ -86,14 +86,14 @@ def in_flight(plan: Plan) -> list[float]:
     for row in plan.actions:
         for action in row:
             for leaf in () if action is None else action.leaves:
-                change = HELD.get(leaf.op, 0)
+                change = _HELD.get(leaf.op, 0)
                 held[leaf.stage] += change
                 most[leaf.stage] = max(most[leaf.stage], held[leaf.stage])
     return most
 
 
 # The balance counts a microbatch as a whole until its backward is done; what is left between the halves is finer.
-HELD = {Op.FORWARD: 1, Op.FULL_BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
+_HELD = {Op.FORWARD: 1, Op.FULL_BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
 
 
 def check_request(ranks: int, batch: int, recompute: object, time_budget: object, speeds: object, cost: object) -> None:

@@ -171,7 +171,7 @@ def pending_bytes(stage: StageCost, holds: bool) -> float:
 
 
 @dataclass(frozen=True)
-class StageMemory:
+class _StageMemory:
     """Bytes of a stage: all the time, while one microbatch goes backward, and of each microbatch in flight."""
 
     kept: float
@@ -187,7 +187,7 @@ class Stages:
         self.chain = _recomputing(chain) if recompute else chain
         self._whole = chain
         self._costs: dict[tuple[int, int], StageCost] = {}
-        self._memory: dict[tuple[int, int], StageMemory] = {}
+        self._memory: dict[tuple[int, int], _StageMemory] = {}
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -218,13 +218,13 @@ class Stages:
             return self.cost(begin, end).times.backward_input > 0
         return self._rule.holds(begin, end)
 
-    def memory(self, begin: int, end: int) -> StageMemory:
+    def memory(self, begin: int, end: int) -> _StageMemory:
         """The memory of a stage."""
         if (begin, end) not in self._memory:
             stage = self.cost(begin, end)
             # While one microbatch goes backward, the activations that are computed again are all there.
             again = _one_stage(self._whole, begin, end).saved_bytes if self.recompute else 0.0
-            self._memory[begin, end] = StageMemory(
+            self._memory[begin, end] = _StageMemory(
                 stage.parameter_bytes + (TRAINED - 1) * stage.trained_bytes + stage.buffer_bytes,
                 stage.working_bytes + again,
                 stage.saved_bytes,

@@ -85,9 +85,9 @@ def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) 
 # MERGED: The times of one stage module: forward, the gradients of its inputs, those of its weights, or both in one go.
 
 
-PASSES = 3
-LEAST_RUNS, MOST_RUNS = 3, 20
-ENOUGH_SECONDS = 0.07
+_PASSES = 3
+_LEAST_RUNS, _MOST_RUNS = 3, 20
+_ENOUGH_SECONDS = 0.07
 
 Run = tuple[float, float, float]  # seconds of a forward, of the gradients of the inputs, and of those of the weights
 
@@ -101,28 +101,28 @@ def measure_stages(
     are taken to be the same.
     """
     runs: dict[Hashable, list[Run]] = {}
-    for _ in range(PASSES):
+    for _ in range(_PASSES):
         done = set()
         for index, module, inputs in walk(pipe, dict(values), device):
             if key(index) not in done:
                 done.add(key(index))
-                runs.setdefault(key(index), []).extend(some_runs(module, inputs))
+                runs.setdefault(key(index), []).extend(_some_runs(module, inputs))
     medians = {name: Times(*map(statistics.median, zip(*found, strict=True))) for name, found in runs.items()}
     return [medians[key(index)] for index in range(pipe.num_stages)]
 
 
-def some_runs(module: nn.Module, inputs: Sequence[Any]) -> list[Run]:
+def _some_runs(module: nn.Module, inputs: Sequence[Any]) -> list[Run]:
     """Run a module some times on its inputs. Gradients are left in its parameters."""
     weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
-    split_run(module, inputs, weights)
+    _split_run(module, inputs, weights)
     runs: list[Run] = []
     begin = time.perf_counter()
-    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() - begin < ENOUGH_SECONDS):
-        runs += split_run(module, inputs, weights)
+    while len(runs) < _LEAST_RUNS or (len(runs) < _MOST_RUNS and time.perf_counter() - begin < _ENOUGH_SECONDS):
+        runs += _split_run(module, inputs, weights)
     return runs
 
 
-def split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, at_once: int = 1) -> list[Run]:
+def _split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, at_once: int = 1) -> list[Run]:
     """Some forwards, and then their backwards in halves."""
     found = []
     for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
@@ -132,7 +132,7 @@ def split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, a
     return found
 
 
-def full_run(module: nn.Module, inputs: Sequence[Any], at_once: int = 1) -> list[Run]:
+def _full_run(module: nn.Module, inputs: Sequence[Any], at_once: int = 1) -> list[Run]:
     """Some forwards, and then their backwards; those of the weights are among those of the inputs."""
     found = []
     for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
@@ -160,21 +160,21 @@ def _leaf(value: Any) -> Any:
 
 
 def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    wait_for_device()
+    _wait_for_device()
     begin = time.perf_counter()
     result = call(*args)
-    wait_for_device()
+    _wait_for_device()
     return time.perf_counter() - begin, result
 
 
-def wait_for_device() -> None:
+def _wait_for_device() -> None:
     """What was started on an accelerator is done only when it says so."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-SMALL, LARGE = 8, 2**20  # bytes
-ROUNDS = 12
+_SMALL, _LARGE = 8, 2**20  # bytes
+_ROUNDS = 12
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float] | None:
@@ -187,10 +187,10 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float,
     if other >= dist.get_world_size(group):
         return None
     there = dist.get_global_rank(group, other)
-    small = _seconds(SMALL, rank < other, there, group, device)
-    large = _seconds(LARGE, rank < other, there, group, device)
+    small = _seconds(_SMALL, rank < other, there, group, device)
+    large = _seconds(_LARGE, rank < other, there, group, device)
     # What disturbs the large message least is still more than what a byte takes.
-    return small, (LARGE - SMALL) / max(large - small, LARGE * 1e-12)
+    return small, (_LARGE - _SMALL) / max(large - small, _LARGE * 1e-12)
 
 
 def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -198,12 +198,12 @@ def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, devi
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     ways = (dist.send, dist.recv) if begins else (dist.recv, dist.send)
     times = []
-    for _ in range(ROUNDS):
-        wait_for_device()
+    for _ in range(_ROUNDS):
+        _wait_for_device()
         begin = time.perf_counter()
         for way in ways:
             way(message, other, group)
-        wait_for_device()
+        _wait_for_device()
         times.append((time.perf_counter() - begin) / 2)
     return statistics.median(times[2:])
 
@@ -211,9 +211,9 @@ def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, devi
 # MERGED: The stages of a cut, run some times as they will run: what each computation takes.
 
 
-SECONDS = 0.6  # for all stages of a rank
+_SECONDS = 0.6  # for all stages of a rank
 _LEAST_REHEARSALS = 5
-MOST_AT_ONCE = 4
+_MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -244,12 +244,12 @@ class Rehearsal:
                 if index in stages:
                     if self.recompute:
                         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-                    at_once = max(1, min(MOST_AT_ONCE, int(in_flight[index])))
+                    at_once = max(1, min(_MOST_AT_ONCE, int(in_flight[index])))
                     ready[index] = functools.partial(_measure, module, list(inputs), at_once)
 
         def measure() -> dict[int, StageTimes]:
             with torch.random.fork_rng(), torch.enable_grad(), _failures_told():
-                return {index: run(SECONDS / len(ready)) for index, run in ready.items()}
+                return {index: run(_SECONDS / len(ready)) for index, run in ready.items()}
 
         return measure
 
@@ -268,8 +268,8 @@ def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: fl
     runs: tuple[list[Run], list[Run]] = ([], [])
     begin = time.perf_counter()
     while len(runs[1]) < _LEAST_REHEARSALS + 1 or time.perf_counter() - begin < seconds:
-        runs[0].extend(full_run(module, inputs, at_once))
-        runs[1].extend(split_run(module, inputs, weights, at_once))
+        runs[0].extend(_full_run(module, inputs, at_once))
+        runs[1].extend(_split_run(module, inputs, weights, at_once))
     full, split = runs[0][1:], runs[1][1:]  # the first ones warm up
     times = Times(
         statistics.fmean(run[0] for run in [*full, *split]),

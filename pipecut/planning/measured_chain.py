@@ -28,8 +28,8 @@ from .measure import example_values, measure_stages
 
 # A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
 # is too small is measured badly, and goes with the next one.
-BLOCKS_PER_STAGE = 4
-LEAST_SHARE = 0.1
+_BLOCKS_PER_STAGE = 4
+_LEAST_SHARE = 0.1
 
 
 def measured_chain(
@@ -73,11 +73,11 @@ def _check_has_values(chain: Chain) -> None:
 
 def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
     """The chain at the outermost depth whose blocks are small enough, each block a stage."""
-    goal = sum(each.total for each in chain.times) / (BLOCKS_PER_STAGE * stages)
+    goal = sum(each.total for each in chain.times) / (_BLOCKS_PER_STAGE * stages)
     depths = sorted({place.depth for place in chain.places}) or [0]
     fine = next((depth for depth in depths if max(each.total for each in chain.up_to(depth).times) <= goal), depths[-1])
     for depth in [depth for depth in reversed(depths) if depth <= fine]:
-        outer = _without_small_blocks(chain.up_to(depth), LEAST_SHARE * goal)
+        outer = _without_small_blocks(chain.up_to(depth), _LEAST_SHARE * goal)
         try:
             return outer, cut_model(chain.traced, outer.plan(range(1, len(outer.times))), may_recompute=False)
         except SplitError:  # that many cuts tear something apart: fewer may not
@@ -161,8 +161,8 @@ def _shares(times: Sequence[Times], part: Callable[[Times], float]) -> list[floa
 # MERGED: A measured cut made better: its stages are run, and what they took corrects the times of their blocks.
 
 
-ROUNDS = 4
-CLOSE = 1.03  # a longest stage this near to the mean is not worth another round
+_ROUNDS = 4
+_CLOSE = 1.03  # a longest stage this near to the mean is not worth another round
 
 
 def refined_cut(
@@ -181,7 +181,7 @@ def refined_cut(
     device = chain.traced.device
     values = example_values(chain.traced, args, kwargs, device)
     tried: dict[tuple[int, ...], tuple[float, BalancedCut]] = {}
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         found = solve(chain)
         if found.plan.ticks in tried:
             break
@@ -189,7 +189,7 @@ def refined_cut(
             seen = measure_stages(cut_model(chain.traced, found.plan), values, device)
         loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(seen)]
         tried[found.plan.ticks] = max(loads), found
-        if max(loads) <= CLOSE * sum(loads) / len(loads):
+        if max(loads) <= _CLOSE * sum(loads) / len(loads):
             break
         chain = _corrected(chain, found.plan.ticks, seen)
     return min(tried.values(), key=lambda each: each[0])[1]

@@ -12,7 +12,7 @@ from .choices import in_flight
 from .costs import Stages, bounds_of
 
 # How a computation changes the microbatches that a stage has in flight, and those between the halves of a backward.
-CHANGES = {
+_CHANGES = {
     Op.FORWARD: (1, 0),
     Op.BACKWARD_INPUT: (-1, 1),
     Op.FULL_BACKWARD: (-1, 0),
@@ -56,9 +56,9 @@ def _moments(plan: Plan, rank: int) -> Array:
     column = {stage: number for number, stage in enumerate(held)}
     now, seen = [0] * (2 * len(held)), set()
     for action in plan.actions[rank]:
-        leaves = [leaf for leaf in (() if action is None else action.leaves) if leaf.op in CHANGES]
-        for leaf in sorted(leaves, key=lambda leaf: CHANGES[leaf.op], reverse=True):  # what is freed is so at the end
-            flying, pending = CHANGES[leaf.op]
+        leaves = [leaf for leaf in (() if action is None else action.leaves) if leaf.op in _CHANGES]
+        for leaf in sorted(leaves, key=lambda leaf: _CHANGES[leaf.op], reverse=True):  # what is freed is so at the end
+            flying, pending = _CHANGES[leaf.op]
             now[column[leaf.stage]] += flying
             now[column[leaf.stage] + len(held)] += pending
             if flying > 0 or pending > 0:
@@ -74,8 +74,8 @@ def _moments(plan: Plan, rank: int) -> Array:
 # MERGED: neighbours are moved at a time, as long as that makes it better.
 
 
-Quality = list[float]
-MOST_MOVES = 1000
+_Quality = list[float]
+_MOST_MOVES = 1000
 
 
 def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int]) -> list[int]:
@@ -86,7 +86,7 @@ def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int
     rank_of, flying = list(memory.plan.placement.rank_of), in_flight(memory.plan)
     by_balance = leanest_cuts(memory.stages.blocks, Ranks.of(rank_of, None, limits, flying)).cuts
 
-    def shares(cuts: Sequence[int]) -> Quality:
+    def shares(cuts: Sequence[int]) -> _Quality:
         return sorted((need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True)), reverse=True)
 
     count = memory.stages.blocks.count
@@ -99,18 +99,18 @@ def faster_cut(
     """A cut that fits with shorter loads, from one that fits."""
     chunked = ChunkedCuts(memory.stages.blocks, Ranks.of(list(memory.plan.placement.rank_of), speeds))
 
-    def loads(cuts: Sequence[int]) -> Quality:
+    def loads(cuts: Sequence[int]) -> _Quality:
         over = max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
         return [max(1.0, over), *sorted(chunked.loads(list(cuts)), reverse=True)]
 
     return _climbed(start, memory.stages.blocks.count, loads)
 
 
-def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]], Quality]) -> list[int]:
+def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]], _Quality]) -> list[int]:
     """Make moves that make it better, until there is none or so many were tried."""
     best, least, tried = list(start), quality(start), 0
     improved = True
-    while improved and tried < MOST_MOVES:
+    while improved and tried < _MOST_MOVES:
         improved = False
         for moved in _moves(best, count):
             tried += 1
@@ -121,7 +121,7 @@ def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]]
     return best
 
 
-def _is_less(one: Quality, other: Quality) -> bool:
+def _is_less(one: _Quality, other: _Quality) -> bool:
     """By the first that differs by more than rounding."""
     for left, right in zip(one, other, strict=True):
         if abs(left - right) > 1e-9 * max(abs(left), abs(right)):

@@ -17,9 +17,9 @@ from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
 from .choices import Choice, largest_microbatch
 from .training_plan import Alternative, Source, TrainingPlan, fingerprint
 
-FORMAT, VERSION = "pipecut training plan", 2
+_FORMAT, _VERSION = "pipecut training plan", 2
 TIMES = ("forward", "backward_input", "backward_weight")
-BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
+_BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
 
 
 def write_plan(plan: TrainingPlan, path: Path) -> None:
@@ -29,8 +29,8 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
     assert isinstance(costs.transfer, Link)
     assert isinstance(costs.message_bytes, dict)
     content = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": _FORMAT,
+        "version": _VERSION,
         "model": {"class": plan.model_name, "fingerprint": plan.fingerprint},
         "inputs": _shapes(plan.source),
         "batch": plan.batch,
@@ -46,7 +46,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
             "ties": [sorted(tie) for tie in scheduled.dataflow.ties],
             "actions": [[None if action is None else str(action) for action in row] for row in scheduled.actions],
         },
-        "costs": {name: list(getattr(costs, name)) for name in BY_STAGE}
+        "costs": {name: list(getattr(costs, name)) for name in _BY_STAGE}
         | {
             "full_backward": None
             if costs.full_backward is None
@@ -113,7 +113,7 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
         placement=placement,
         dataflow=Dataflow.chain(placement.stages, ties=scheduled["ties"]),
     ).validate()
-    for name, check in CHECKS.items():
+    for name, check in _CHECKS.items():
         if not check.holds(content[name], plan):
             raise InputError(f"{name!r} is {content[name]!r} and not {check.what}")
     batch, microbatch = content["batch"], content["microbatch"]
@@ -129,7 +129,7 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
         report=simulate(
             plan,
             Costs(
-                **{name: costs[name] for name in BY_STAGE},
+                **{name: costs[name] for name in _BY_STAGE},
                 full_backward=costs.get("full_backward"),
                 transfer=Link(**costs["link"]),
                 message_bytes={(maker, user): size for maker, user, size in costs["message_bytes"]},
@@ -187,7 +187,7 @@ def _are_shapes(value: Any, plan: Plan) -> bool:
     )
 
 
-CHECKS = {
+_CHECKS = {
     "inputs": Check("the shapes of the example by the names of arguments, with null for the samples", _are_shapes),
     "batch": Check("a number of samples", _is_count),
     "microbatch": Check("a number of samples", _is_count),
@@ -204,12 +204,12 @@ def _checked(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is no training plan: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise InputError(f"{path} is no training plan: write one with plan.save()")
     version = content.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version != _VERSION:
         raise InputError(
-            f"{path} has version {version!r} of the format, and this pipecut reads version {VERSION}: "
+            f"{path} has version {version!r} of the format, and this pipecut reads version {_VERSION}: "
             "make the plan again with pipecut.plan()"
         )
     return content

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .training_plan import TrainingPlan
 
 
-MOST_ROWS = 20
+_MOST_ROWS = 20
 
 
 def plan_table(plan: TrainingPlan) -> str:
@@ -76,7 +76,7 @@ def _alternatives(plan: TrainingPlan) -> Table:
         "why it lost",
         title="alternatives",
     )
-    for each in plan.alternatives[:MOST_ROWS]:
+    for each in plan.alternatives[:_MOST_ROWS]:
         table.add_row(
             *_words(each.choice),
             "-" if each.step_time is None else f"{1000 * each.step_time:.4g}",
@@ -84,8 +84,8 @@ def _alternatives(plan: TrainingPlan) -> Table:
             "-" if each.memory is None else as_bytes(max(each.memory)),
             each.reason,
         )
-    if len(plan.alternatives) > MOST_ROWS:
-        table.caption = f"and {len(plan.alternatives) - MOST_ROWS} more"
+    if len(plan.alternatives) > _MOST_ROWS:
+        table.caption = f"and {len(plan.alternatives) - _MOST_ROWS} more"
     return table
 
 

@@ -105,11 +105,11 @@ def _sized(leaf: Any, shape: list[int] | None) -> Any:
     return torch.empty(shape, dtype=leaf.dtype, device="cpu")
 
 
-BEST = 3  # cuts whose stages are run if costs are measured, and for which a schedule of their own is searched
+_BEST = 3  # cuts whose stages are run if costs are measured, and for which a schedule of their own is searched
 
 
 @dataclass(frozen=True)
-class Audition:
+class _Audition:
     """A cut whose stages are to be run: where it is, what each rank holds, and how."""
 
     choice: Choice
@@ -119,7 +119,7 @@ class Audition:
 
 
 @dataclass(frozen=True)
-class Winner:
+class _Winner:
     """What was chosen, without the model."""
 
     choice: Choice
@@ -145,7 +145,7 @@ class Ranking:
     candidates: list[Candidate] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
 
-    def find(self) -> list[Audition]:
+    def find(self) -> list[_Audition]:
         """Try everything; the result is the best ones."""
         problems: list[PipeError] = []
         stages: dict[tuple[int, bool], Stages] = {}
@@ -162,16 +162,16 @@ class Ranking:
         if not self.candidates:
             raise nothing_fits(problems, self.limits, self.remedies)
         self.candidates.sort(key=lambda each: each.step_time)
-        return [_audition(each) for each in self.candidates[:BEST]]
+        return [_audition(each) for each in self.candidates[:_BEST]]
 
-    def without(self, failed: Mapping[int, str]) -> list[Audition]:
+    def without(self, failed: Mapping[int, str]) -> list[_Audition]:
         """The best ones without those of some sizes of microbatches, with which stages were seen to fail."""
         gone = [each for each in self.candidates if each.choice.microbatch in failed]
         self.alternatives += [Alternative.of(each, failed[each.choice.microbatch]) for each in gone]
         self.candidates = [each for each in self.candidates if each.choice.microbatch not in failed]
         if not self.candidates:
             raise nothing_runs(failed.values())
-        return [_audition(each) for each in self.candidates[:BEST]]
+        return [_audition(each) for each in self.candidates[:_BEST]]
 
     def rehearsed(self, times: Sequence[Mapping[int, StageTimes]], speeds: Sequence[float] | None) -> None:
         """The best ones with the times that their stages took. The others are taken to be as far off as these were."""
@@ -185,7 +185,7 @@ class Ranking:
         others = [replace(each, off=off) for each in self.candidates[len(seen) :]]
         self.candidates = [*sorted(seen, key=lambda each: each.step_time), *others]
 
-    def winner(self, time_budget: float) -> Winner:
+    def winner(self, time_budget: float) -> _Winner:
         """The best, after a search for schedules that are made for the best few cuts."""
         best = self._with_searched_schedules(time_budget)
         slower = [
@@ -195,17 +195,17 @@ class Ranking:
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
         said = best.cut.words, giant_in(best.cut)
-        return Winner(best.choice, best.labels, best.report, best.memory, tuple(found), *said)
+        return _Winner(best.choice, best.labels, best.report, best.memory, tuple(found), *said)
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:
         best = self.candidates[0]
         begin = time.monotonic()
-        for candidate in self.candidates[:BEST]:
+        for candidate in self.candidates[:_BEST]:
             left = time_budget - (time.monotonic() - begin)
             if left <= 0:
                 break
             self.tell(f"searching a schedule for the cut of {candidate.choice.schedule}")
-            searched = self._searched(candidate, left / BEST)
+            searched = self._searched(candidate, left / _BEST)
             if searched is not None and searched.step_time < best.step_time and self._over(searched) is None:
                 best = searched
         return best
@@ -235,10 +235,10 @@ class Ranking:
         return next((rank for rank, limit in enumerate(limits) if candidate.memory[rank] > limit), None)
 
 
-def _audition(candidate: Candidate) -> Audition:
+def _audition(candidate: Candidate) -> _Audition:
     plan = candidate.plan
     stages_of = tuple(tuple(held) for held in plan.placement.stages_of)
-    return Audition(candidate.choice, candidate.cut.plan, stages_of, tuple(in_flight(plan)))
+    return _Audition(candidate.choice, candidate.cut.plan, stages_of, tuple(in_flight(plan)))
 
 
 def _is_v(placement: Placement) -> bool:
@@ -255,8 +255,8 @@ Result = TypeVar("Result")
 
 def rehearse_best(
     ranking: Ranking,
-    best: Sequence[Audition],
-    rehearsing: Callable[[Audition], dict[int, StageTimes] | str],
+    best: Sequence[_Audition],
+    rehearsing: Callable[[_Audition], dict[int, StageTimes] | str],
     group: dist.ProcessGroup | None,
 ) -> list[dict[int, StageTimes]]:
     """The times of the best cuts. A size of microbatches with which stages fail is dropped, and others are tried."""
@@ -280,7 +280,7 @@ def rehearse(
     kwargs: Mapping[str, Any],
     group: dist.ProcessGroup | None,
     tell: Callable[[str], None],
-    audition: Audition,
+    audition: _Audition,
 ) -> dict[int, StageTimes] | str:
     """The times of every stage, or why they do not run. In a group of several pipelines the mean of the copies."""
     choice, ranks = audition.choice, audition.stages_of

@@ -28,7 +28,7 @@ from .training_plan import Alternative, Source, TrainingPlan, fingerprint
 
 
 @dataclass(frozen=True)
-class Prepared:
+class _Prepared:
     """A request that was found to be sound. `limits` are the bytes of each rank.
 
     `dropped` are choices with microbatches that the model cannot run, and why.
@@ -47,9 +47,9 @@ class Prepared:
         return sorted({choice.microbatch for choice in self.choices})
 
 
-def prepared(
+def _prepared(
     source: Source, traced: TracedModel, choices: Sequence[Choice], batch: int, limits: Sequence[float] | None
-) -> Prepared:
+) -> _Prepared:
     """The choices that the model can run, apart from the others; an error if there are none."""
     sizes = {choice: {choice.microbatch, batch // choice.microbatches} for choice in choices}
     refused = refused_sizes(traced, source, set().union(*sizes.values()))
@@ -57,11 +57,11 @@ def prepared(
     left = [choice for choice in choices if choice not in dropped]
     if not left:
         raise nothing_runs(dropped.values())
-    remedies = remedies_of(left, True in may_recompute(traced, "auto"))
-    return Prepared(source, traced, left, dropped, limits, remedies)
+    remedies = remedies_of(left, True in _may_recompute(traced, "auto"))
+    return _Prepared(source, traced, left, dropped, limits, remedies)
 
 
-def check_mode() -> None:
+def _check_mode() -> None:
     """Refuse to plan where nothing could train: what autograd keeps, and what a backward takes, cannot be seen."""
     if torch.is_inference_mode_enabled():
         raise InputError(
@@ -69,7 +69,7 @@ def check_mode() -> None:
         )
 
 
-def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
+def _check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
     """Refuse to measure where there are not the ranks for it."""
     size = ranks if group is None else dist.get_world_size(group)
     if size % ranks:
@@ -80,7 +80,7 @@ def check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def counts_of(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
+def _counts_of(traced: TracedModel, microbatch: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
     """The numbers of microbatches to try."""
     if "batch" not in {str(symbol) for symbol in traced.dims}:
         return [batch // _only_size(traced, microbatch, batch)]
@@ -112,7 +112,7 @@ def _only_size(traced: TracedModel, microbatch: int | Sequence[int] | None, batc
     return size
 
 
-def may_recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
+def _may_recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tuple[bool, ...]:
     """Whether activations may be computed again: not where a forward changes buffers, which it would do twice."""
     changed = sorted(changed_state(traced))
     if changed and recompute is True:
@@ -128,10 +128,10 @@ def may_recompute(traced: TracedModel, recompute: bool | Literal["auto"]) -> tup
 # MERGED: What ranks that plan together must agree on, as short texts that can be sent and shown.
 
 
-PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 
 
-def facts_of(asked: Mapping[str, object], traced: TracedModel, source: Source) -> dict[str, str]:
+def _facts_of(asked: Mapping[str, object], traced: TracedModel, source: Source) -> dict[str, str]:
     """The facts by their names; the first that differs is shown."""
     model, args, kwargs = source
     facts = {"the model": fingerprint(model), "the mode of the model": _mode(model)}
@@ -163,7 +163,7 @@ def _leaf(value: Any) -> str:
     if isinstance(value, Tensor):
         gradient = " with a gradient" if value.requires_grad else ""
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{gradient}"
-    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
 def _operation(target: Any) -> str:
@@ -216,25 +216,25 @@ def plan(
     check_member(group)
     tell = progress or (lambda text: None)
 
-    def prepare() -> Prepared:
+    def prepare() -> _Prepared:
         check_request(ranks, batch, recompute, time_budget, speeds, cost)
-        check_mode()
+        _check_mode()
         if cost == "measured":
-            check_measurable(ranks, group)
+            _check_measurable(ranks, group)
         names, limits = known_schedules(schedules), read_memory(memory, ranks)
         source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
         tell("tracing the model")
         traced = ModelTracer("auto", *source).trace()
-        counts = counts_of(traced, microbatch, batch, ranks)
-        choices = all_choices(names, counts, batch, may_recompute(traced, recompute))
-        return prepared(source, traced, [*choices], batch, limits)
+        counts = _counts_of(traced, microbatch, batch, ranks)
+        choices = all_choices(names, counts, batch, _may_recompute(traced, recompute))
+        return _prepared(source, traced, [*choices], batch, limits)
 
     ready = on_each_rank(group, prepare)
     example = ready.source[1:]
     asked: dict[str, object] = {"ranks": ranks, "batch": batch, "cost": cost, "schedules": schedules}
     asked |= {"memory": ready.limits, "microbatch": ready.sizes, "recompute": recompute, "speeds": speeds}
     asked |= {"time_budget": time_budget, "machine": machine}
-    check_alike(group, lambda: facts_of(asked, ready.traced, ready.source))
+    check_alike(group, lambda: _facts_of(asked, ready.traced, ready.source))
     pricing = Pricing(machine, cost == "measured", ranks, group)
     chains = pricing.chains(ready.traced, ready.sizes, *example, tell)
     dropped = [Alternative(choice, None, None, None, why) for choice, why in ready.dropped.items()]

@@ -27,7 +27,7 @@ from .plan_table import plan_table
 # MERGED: A model cut where a plan says, by the words for its cuts.
 
 
-def cut_at_labels(
+def _cut_at_labels(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, labels: Sequence[str]
 ) -> Pipe:
     """Trace the model and cut it at these places."""
@@ -107,7 +107,7 @@ class TrainingPlan:
     def pipe(self, model: nn.Module | None = None) -> Pipe:
         """The model, cut as planned."""
         given, args, kwargs = self._source(model)
-        return cut_at_labels(given, args, kwargs, self.cuts)
+        return _cut_at_labels(given, args, kwargs, self.cuts)
 
     def build(
         self,

@@ -24,22 +24,22 @@ from .transport.in_process import InProcessTransport, PostOffice
 
 
 EVAL, STEP, MEAN_LOSS = range(3)
-CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
-SIZE = 256  # numbers that a call shares, or a multiple of it
+_CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
+_SIZE = 256  # numbers that a call shares, or a multiple of it
 
 
-def share(
+def _share(
     transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
 ) -> list[int]:
     """Numbers of one rank on all, in a message of one size for all calls, so that calls that differ are seen."""
-    size = SIZE * ((3 + count + SIZE - 1) // SIZE)
+    size = _SIZE * ((3 + count + _SIZE - 1) // _SIZE)
     if numbers is not None:
         numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
     shared = [transport.share(source, numbers, size) for transport in transports][-1]
     if shared[:2] != [kind, schedule]:
         raise PipeError(
-            f"rank {source} called {CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
-            f"{CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
+            f"rank {source} called {_CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
+            f"{_CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
         )
     return shared[3 : 3 + shared[2]]
 
@@ -47,7 +47,7 @@ def share(
 # MERGED: Whether stages belong together, and to a plan.
 
 
-def is_stage(value: object) -> bool:
+def _is_stage(value: object) -> bool:
     """Whether a value is a stage, or says where one would be: that will do to make a schedule and look at its order."""
     return isinstance(value, PipelineStage) or all(
         isinstance(getattr(value, name, None), int) for name in ("num_stages", "group_size")
@@ -56,7 +56,7 @@ def is_stage(value: object) -> bool:
 
 def as_list(stages: Any) -> list[PipelineStage]:
     """One stage, or several, as a list. A mock of a stage can be iterated over too, and is one."""
-    return list(stages) if isinstance(stages, Iterable) and not is_stage(stages) else [stages]
+    return list(stages) if isinstance(stages, Iterable) and not _is_stage(stages) else [stages]
 
 
 def is_complete(stage: object) -> bool:
@@ -71,7 +71,7 @@ def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
     if not stages:
         raise InputError("a schedule needs the stages of this rank; got none")
     for stage in stages:
-        if not is_stage(stage):
+        if not _is_stage(stage):
             raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
     totals = {stage.num_stages for stage in stages}
     if len(totals) > 1:
@@ -85,7 +85,7 @@ def are_nowhere_else(stages: Sequence[PipelineStage]) -> bool:
     return is_initialized() and first.group_size == 1 and len(stages) < first.num_stages
 
 
-def check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
+def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
     """Refuse stages that are not those of the plan."""
     traced = stages[0].pipe_info is not None
     for stage in stages:
@@ -152,7 +152,7 @@ class Connection:
     def __init__(self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta) -> None:
         distributed = _is_distributed(stages, plan)
         self.in_process = len(stages) == plan.stages and not distributed
-        check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
+        _check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
         self.office = PostOffice()  # for ranks of one process
         self.transports: list[Transport] = []
         self.alarm: Alarm | None = None
@@ -187,7 +187,7 @@ class Connection:
 
     def share(self, kind: int, source: int, numbers: list[int] | None, count: int) -> list[int]:
         """Numbers of one rank on all; `numbers` is None elsewhere, `count` how many there may be."""
-        return share(self.transports, self._number, kind, source, numbers, count)
+        return _share(self.transports, self._number, kind, source, numbers, count)
 
     def failed(self, error: Exception, where: str = BEGIN) -> Exception:
         """The error to raise for one before the first action or after the last: others may be waiting already."""

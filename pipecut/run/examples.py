@@ -13,7 +13,7 @@ from ..stage import PipelineStage, open_value, placing_of
 from .state import parameters_of
 from .transport.base import Meta
 
-Dims = Iterator[int | None]  # along which the leaves of a call were cut, None for what was not
+_Dims = Iterator[int | None]  # along which the leaves of a call were cut, None for what was not
 
 
 def check_arrived(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ def check_given(
 
 
 def _given(
-    stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims
+    stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any], dims: _Dims
 ) -> list[tuple[Meta, int | None]]:
     """The tensors of a call in the order of the module's places, with the dims of their samples."""
     found = [pair for value in args for pair in _tensors(value, dims)]
@@ -67,7 +67,7 @@ def _given(
     return found
 
 
-def _tensors(value: Any, dims: Dims) -> list[tuple[Meta, int | None]]:
+def _tensors(value: Any, dims: _Dims) -> list[tuple[Meta, int | None]]:
     leaves, _ = open_value(value)
     return [(Meta.of(leaf), dim) for leaf, dim in zip(leaves, dims, strict=False) if isinstance(leaf, Tensor)]
 

@@ -25,7 +25,7 @@ from .transport.base import Transport
 # MERGED: What the module of a stage is called with: what was given to the step, and what other stages sent.
 
 
-class StageCall(NamedTuple):
+class _StageCall(NamedTuple):
     """The call of a stage's module, on leaves of its own graph; `inner` are those in nested values and keywords."""
 
     args: list[Any]
@@ -40,7 +40,7 @@ class Arguments:
         self.mail = mail
         self.dataflow = dataflow
 
-    def of(self, stage: PipelineStage, microbatch: int, batch: Batch) -> StageCall:
+    def of(self, stage: PipelineStage, microbatch: int, batch: Batch) -> _StageCall:
         """The call for one microbatch."""
         if stage.ports is None:
             return self._by_hand(stage, microbatch, batch)
@@ -52,9 +52,9 @@ class Arguments:
             graph_leaf(roots[place]) if source is None else arrived[source][place]
             for source, place in stage.ports.arguments
         ]
-        return StageCall(args, {})
+        return _StageCall(args, {})
 
-    def _by_hand(self, stage: PipelineStage, microbatch: int, batch: Batch) -> StageCall:
+    def _by_hand(self, stage: PipelineStage, microbatch: int, batch: Batch) -> _StageCall:
         """A module that was cut by hand takes keywords too, and the first one nested values."""
         inner = InnerLeaves()
         enter = inner.put_into if batch.training else _as_it_is
@@ -67,7 +67,7 @@ class Arguments:
             check_arrived(stage, args)
         given = batch.kwargs[microbatch] if batch.kwargs else {}
         kwargs = enter(taken_by(stage.submod, len(args), given)) if given else {}
-        return StageCall(args, kwargs, inner if inner.leaves else None)
+        return _StageCall(args, kwargs, inner if inner.leaves else None)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -21,8 +21,8 @@ from torch import nn
 from ..errors import LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
 
-KEY = "pipecut/failure"
-PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
+_KEY = "pipecut/failure"
+_PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
 BEGIN, END = "before its first action", "after its last action"
 
 
@@ -128,7 +128,7 @@ class Alarm:
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
     def _first_of(self, failure: Failure) -> Failure:
-        end = time.monotonic() + (PATIENCE if failure.lost is not None else 0)
+        end = time.monotonic() + (_PATIENCE if failure.lost is not None else 0)
         while (first := self._read()) is None and time.monotonic() < end:
             time.sleep(0.05)
         self._write(failure if first is None else first)
@@ -137,14 +137,14 @@ class Alarm:
     def _write(self, failure: Failure) -> None:
         try:
             for store in self.stores:
-                store.compare_set(KEY, "", json.dumps(asdict(failure)))
+                store.compare_set(_KEY, "", json.dumps(asdict(failure)))
         except (RuntimeError, OSError) as error:
             raise _StoreIsGoneError from error
 
     def _read(self) -> Failure | None:
         try:
-            told = [store for store in self.stores if store.check([KEY])]
-            return Failure(**json.loads(told[0].get(KEY))) if told else None
+            told = [store for store in self.stores if store.check([_KEY])]
+            return Failure(**json.loads(told[0].get(_KEY))) if told else None
         except (RuntimeError, OSError) as error:
             raise _StoreIsGoneError from error
 
@@ -162,9 +162,9 @@ class Alarm:
                 continue  # that is what was wanted
 
 
-CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NCCL", "Socket")
+_CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NCCL", "Socket")
 
 
 def is_about_connection(error: BaseException) -> bool:
     """Whether an error of torch.distributed comes from a lost connection."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PipeError
 
 
-class FixedAttributeError(PipeError, AttributeError):
+class _FixedAttributeError(PipeError, AttributeError):
     """Another value for what is settled. It is an AttributeError too, as for any attribute that cannot be set."""
 
 
@@ -45,6 +45,6 @@ clock
         except AttributeError:
             return  # it is not made yet
         if value is not current and value != current:
-            raise FixedAttributeError(
+            raise _FixedAttributeError(
                 f"{type(made).__name__}.{self.name} is {current!r} and cannot be set to {value!r}: {self.instead}"
             )

@@ -19,7 +19,7 @@ from .ties import Stages, Tie, fingerprint, shape_of
 # MERGED: Before the first step the ranks compare what they are about to do: a difference is an error, not a hang.
 
 
-def facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:
+def _facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:
     """What has to be the same on all ranks, in words where they are short."""
     facts = {
         "schedule": plan.name,
@@ -114,7 +114,7 @@ def _told(values: Mapping[int, str]) -> str:
     )
 
 
-REMEDY = "seed the model, or load a checkpoint, alike on all ranks"
+_REMEDY = "seed the model, or load a checkpoint, alike on all ranks"
 
 
 class Meeting:
@@ -140,7 +140,7 @@ class Meeting:
             return
         held = {stage.stage_index: stage for stage in stages}
         self.held = dict(own)
-        facts = facts_of(plan, info, ties, {**options, "version of torch": torch.__version__})
+        facts = _facts_of(plan, info, ties, {**options, "version of torch": torch.__version__})
         if self._pipeline is not None:
             self.held = self._pipeline.reach(facts, {**own, **_facts_of_ties(ties, held)})
             self._pipeline = None
@@ -157,7 +157,7 @@ def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:
     for tie in ties:
         for _, parameter in tie.held(stages)[:1]:
             facts[f"tied parameter {tie.title}"] = shape_of(parameter)
-            facts[f"values of the tied parameter {tie.title} ({REMEDY})"] = fingerprint(parameter)
+            facts[f"values of the tied parameter {tie.title} ({_REMEDY})"] = fingerprint(parameter)
     return facts
 
 

@@ -29,7 +29,7 @@ _REMEDY = (
 )
 
 
-def bind_microbatches(
+def _bind_microbatches(
     call: TracedCall, made: Microbatches, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Mapping[int, Tensor]]:
     """The inputs of the model in each microbatch of a call."""
@@ -60,7 +60,7 @@ def _told(error: InputError, made: Microbatches, nth: int) -> str:
 
 
 @dataclass(frozen=True)
-class Calls:
+class _Calls:
     """The microbatches of one step on the rank of the first stage."""
 
     args: list[tuple[Any, ...]]
@@ -79,29 +79,29 @@ class Calls:
 
 def cut_traced(
     call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]
-) -> Calls:
+) -> _Calls:
     """The microbatches of a traced model, cut along the dim that the trace has as the batch."""
     dims = None if specs != (None, None) else batch_dims(call)
     if dims is None:
         made = split_by_specs(args, kwargs, chunks, *specs)
     else:
         made = split_by_dims(args, kwargs, chunks, dims, call.signature)
-    roots = bind_microbatches(call, made, args, kwargs)
+    roots = _bind_microbatches(call, made, args, kwargs)
     symbols = sorted(call.dims, key=str)
     sizes = []
     for root in roots:
         known = sizes_of(call.dims, root)
         sizes.append(tuple(known[str(symbol)] for symbol in symbols))
-    return Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made.sizes is not None, made.dims)
+    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made.sizes is not None, made.dims)
 
 
-def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> Calls:
+def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> _Calls:
     """The microbatches of modules that were cut by hand; all shapes together get one number."""
     made = split_by_specs(args, kwargs, chunks, *specs)
     sizes: list[tuple[int, ...]] = [
         (_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)
     ]
-    return Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made.sizes is not None, made.dims)
+    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made.sizes is not None, made.dims)
 
 
 def _samples(made: Microbatches, chunks: int) -> list[int]:
@@ -115,10 +115,10 @@ def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return zlib.crc32(repr((shapes, ambient_autocast())).encode())
 
 
-Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
+_Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
 
 
-LOOKS = 8  # steps in which labels are looked at: after that nothing has to wait for it
+_LOOKS = 8  # steps in which labels are looked at: after that nothing has to wait for it
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class BatchMaker:
         plan: Plan,
         info: PipeInfo | None,
         stages: Sequence[PipelineStage],
-        specs: Specs,
+        specs: _Specs,
         connection: Connection,
         objective: Objective,
         weighing: Weighing | None,
@@ -157,7 +157,7 @@ class BatchMaker:
         self.connection = connection
         self.objective = objective
         self.weighing = weighing
-        self.steps_to_look_at = LOOKS
+        self.steps_to_look_at = _LOOKS
         self.microbatches = plan.microbatches
         self.first = plan.placement.rank_of[0]
         self.last = plan.placement.rank_of[plan.stages - 1]
@@ -183,7 +183,7 @@ class BatchMaker:
             batches[rank] = batch
         return batches
 
-    def _calls(self, given: Given) -> Calls:
+    def _calls(self, given: Given) -> _Calls:
         """The microbatches, on the rank of the first stage."""
         if not given.args and not given.kwargs:
             raise InputError(
@@ -197,7 +197,7 @@ class BatchMaker:
         check_given(first, calls.args[0], calls.kwargs[0], calls.dims)
         return calls
 
-    def _share(self, training: bool, calls: Calls | None) -> _Shared:
+    def _share(self, training: bool, calls: _Calls | None) -> _Shared:
         """Tell all ranks what kind of step it is, and of its microbatches a row of numbers each."""
         width = 2 + (1 if self.info is None else len(self.info.call.dims))
         # Every rank draws a seed, and that of the first stage is used: so their generators stay in step.
@@ -220,7 +220,7 @@ class BatchMaker:
             seed,
         )
 
-    def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
+    def _weights_of(self, calls: _Calls, training: bool) -> list[float] | None:
         """Those that only the rank of the first stage can know, by the arguments of the model."""
         if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None

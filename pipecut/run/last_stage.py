@@ -17,7 +17,7 @@ from .state import Batch
 # MERGED: The outputs of the microbatches, put together to that of the batch.
 
 
-def refuse_unmergeable(result: Any, batch: Batch, microbatch: int) -> None:
+def _refuse_unmergeable(result: Any, batch: Batch, microbatch: int) -> None:
     """An output that cannot be put together is refused before there are gradients."""
     check_merge_spec(result, batch.merge_spec)
     if batch.merge_spec is None and len(batch.samples) > 1:
@@ -74,7 +74,7 @@ class Ending:
         if batch.keep_results:
             result = _detached(output)
             if not batch.results:
-                refuse_unmergeable(result, batch, microbatch)
+                _refuse_unmergeable(result, batch, microbatch)
             batch.results[microbatch] = result
         if batch.training:
             flight.result = None

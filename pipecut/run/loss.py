@@ -72,7 +72,7 @@ class Objective:
     def loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any]) -> Any:
         """The loss of one microbatch; None if there is none, as in an evaluation without a target or labels."""
         if self.loss_fn is None:
-            found = own_loss(output)
+            found = _own_loss(output)
             if found is None and self.without_loss is not None:
                 self.without_loss()
             return found
@@ -95,7 +95,7 @@ class Objective:
         )
 
 
-def own_loss(output: Any) -> Any:
+def _own_loss(output: Any) -> Any:
     """The loss that an output holds, None if it holds none."""
     if isinstance(output, Tensor):
         return output if _is_number(output) else None
@@ -206,7 +206,7 @@ def weighing_of(
     return Weighing(loss_weight, "target" if objective.takes_target else own)
 
 
-IGNORED = -100  # what torch's losses, and the models that use them, leave out of their mean
+_IGNORED = -100  # what torch's losses, and the models that use them, leave out of their mean
 
 
 def warned_of_uneven_labels(microbatches: Sequence[Mapping[str, Any]]) -> bool:
@@ -215,15 +215,15 @@ def warned_of_uneven_labels(microbatches: Sequence[Mapping[str, Any]]) -> bool:
         if not isinstance(first, Tensor) or first.dtype != torch.int64 or not first.dim():
             continue
         labels = [part[name] for part in microbatches]
-        counted = [int((each != IGNORED).sum()) for each in labels]
+        counted = [int((each != _IGNORED).sum()) for each in labels]
         if all(count == each.numel() for count, each in zip(counted, labels, strict=True)):
             continue
         shares = {round(count / max(len(each), 1), 9) for count, each in zip(counted, labels, strict=True)}
         if len(shares) > 1:
             warnings.warn(
-                f"{name} has {counted} labels that count ({IGNORED} does not) in its microbatches. If the model's loss "
+                f"{name} has {counted} labels that count ({_IGNORED} does not) in its microbatches. If the model's loss "
                 "is a mean over them, the loss of the batch is not the mean over samples, by which microbatches are "
-                f"weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {IGNORED}).sum() to the schedule",
+                f"weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {_IGNORED}).sum() to the schedule",
                 PipeWarning,
                 stacklevel=2,
             )

@@ -19,9 +19,9 @@ from .transport.base import Arrival, Meta, Transport
 
 
 Ends = tuple[int, int]  # source stage, target stage
-LENGTH = 256  # numbers of the first message, which has all of most descriptions; a second one has the rest
-WORD = 8  # bytes of a number
-DTYPES = (
+_LENGTH = 256  # numbers of the first message, which has all of most descriptions; a second one has the rest
+_WORD = 8  # bytes of a number
+_DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
@@ -33,15 +33,15 @@ def send_description(
     """Tell another rank what will be in a parcel."""
     numbers = _written(ends, metas)
     numbers = [len(numbers), *numbers]
-    numbers += [0] * (LENGTH - len(numbers))
-    for message in (numbers[:LENGTH], numbers[LENGTH:]):
+    numbers += [0] * (_LENGTH - len(numbers))
+    for message in (numbers[:_LENGTH], numbers[_LENGTH:]):
         if message:
             transport.send(peer, [torch.tensor(message, dtype=torch.int64, device=device)])
 
 
 def receive_description(transport: Transport, peer: int) -> tuple[Meta, ...]:
     """What another rank tells of a parcel."""
-    count, *numbers = _received(transport, peer, LENGTH)
+    count, *numbers = _received(transport, peer, _LENGTH)
     if count > len(numbers):
         numbers += _received(transport, peer, count - len(numbers))
     return _read(numbers)
@@ -55,11 +55,11 @@ def _received(transport: Transport, peer: int, length: int) -> list[int]:
 def _written(ends: Ends, metas: Sequence[Meta]) -> list[int]:
     numbers = [len(metas)]
     for place, meta in enumerate(metas):
-        if meta.dtype not in DTYPES:
+        if meta.dtype not in _DTYPES:
             raise PipeError(
                 f"output {place} of stage {ends[0]} is {meta.dtype}, which cannot be sent to stage {ends[1]}"
             )
-        numbers += [DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
+        numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
         words = [] if meta.on_mesh is None else _as_words(meta.on_mesh)
         numbers += [len(words), *words]
     return numbers
@@ -72,15 +72,15 @@ def _read(numbers: list[int]) -> tuple[Meta, ...]:
         dtype, requires_grad, dims = (next(rest) for _ in range(3))
         shape = tuple(next(rest) for _ in range(dims))
         words = [next(rest) for _ in range(next(rest))]
-        metas.append(Meta(shape, DTYPES[dtype], bool(requires_grad), _from_words(words) if words else None))
+        metas.append(Meta(shape, _DTYPES[dtype], bool(requires_grad), _from_words(words) if words else None))
     return tuple(metas)
 
 
 def _as_words(on_mesh: OnMesh) -> list[int]:
     """As torch sends objects: placements, of which users may have their own kinds, know best how to be written."""
     data = pickle.dumps(on_mesh)
-    data += bytes(-len(data) % WORD)  # a pickle knows where it ends
-    return list(struct.unpack(f"{len(data) // WORD}q", data))
+    data += bytes(-len(data) % _WORD)  # a pickle knows where it ends
+    return list(struct.unpack(f"{len(data) // _WORD}q", data))
 
 
 def _from_words(words: list[int]) -> OnMesh:
@@ -203,10 +203,10 @@ Parcels = TracedParcels | LearntParcels
 # MERGED: Parcels with DTensors: their local parts are received, and the whole is made of them when they are here.
 
 
-Joint = tuple[int, OnMesh, Any]  # the place in a parcel, how the DTensor lies there, its mesh
+_Joint = tuple[int, OnMesh, Any]  # the place in a parcel, how the DTensor lies there, its mesh
 
 
-def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[Joint]:
+def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[_Joint]:
     """The DTensors in a parcel for a stage. A mesh that the stage does not know is an error."""
     return [
         (place, meta.on_mesh, stage.mesh_for(meta.on_mesh.mesh))
@@ -218,7 +218,7 @@ def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[Joint]:
 class WholeTensors:
     """A parcel of local parts that arrives as the DTensors that they are parts of; the rest of it as it is."""
 
-    def __init__(self, arrival: Arrival, joints: Sequence[Joint]) -> None:
+    def __init__(self, arrival: Arrival, joints: Sequence[_Joint]) -> None:
         self._arrival = arrival
         self._joints = joints
 

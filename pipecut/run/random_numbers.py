@@ -39,7 +39,7 @@ class RandomNumbers(Protocol):
         """Take what came along with a parcel."""
 
 
-class PerProcess:
+class _PerProcess:
     """All draw from the default generators of their process, in the order in which they run."""
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None: ...
@@ -58,7 +58,7 @@ class PerProcess:
     def arrived(self, target: int, microbatch: int, states: list[Tensor]) -> None: ...
 
 
-class PerStage(PerProcess):
+class _PerStage(_PerProcess):
     """Each stage has a stream of its own for each microbatch."""
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
@@ -73,7 +73,7 @@ class PerStage(PerProcess):
         return RandomStream(self.generators[index], stream_of_stage(self.seed, index, microbatch))
 
 
-class AsUncut(PerStage):
+class _AsUncut(_PerStage):
     """Each microbatch has one stream for its way through all stages, as it has for its way through the model."""
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
@@ -107,9 +107,9 @@ class AsUncut(PerStage):
 
 
 KINDS: Mapping[str, Callable[[Mapping[int, PipelineStage]], RandomNumbers]] = {
-    "per_stage": PerStage,
-    "as_uncut": AsUncut,
-    "per_process": PerProcess,
+    "per_stage": _PerStage,
+    "as_uncut": _AsUncut,
+    "per_process": _PerProcess,
 }
 
 

@@ -31,7 +31,7 @@ _WITHOUT_GRADIENTS = _FORWARDS | {Op.UNSHARD, Op.RESHARD}
 
 
 @dataclass(frozen=True)
-class Opening:
+class _Opening:
     """The microbatch that comes to the last stage first, and the rank of that stage."""
 
     microbatch: int
@@ -42,7 +42,7 @@ class Opening:
         return action.op in _FORWARDS and action.microbatch == self.microbatch
 
 
-def opening_of(plan: Plan) -> Opening | None:
+def opening_of(plan: Plan) -> _Opening | None:
     """The opening of a plan; None if its forwards do not stand alone, but in an overlap.
 
     >>> from pipecut.schedule import plan_for
@@ -54,17 +54,17 @@ def opening_of(plan: Plan) -> Opening | None:
     arrivals = [leaf for action in plan.actions[last_rank] if action is not None for leaf in action.leaves]
     first = next(leaf for leaf in arrivals if leaf.op is Op.FORWARD and leaf.stage == plan.stages - 1)
     assert first.microbatch is not None  # a forward
-    opening = Opening(first.microbatch, last_rank)
+    opening = _Opening(first.microbatch, last_rank)
     overlapped = [leaf for action in every if action.op is Op.OVERLAP_F_B for leaf in action.leaves]
     return None if any(map(opening.includes, overlapped)) else opening
 
 
-def without_backwards(actions: Sequence[Action]) -> list[Action]:
+def _without_backwards(actions: Sequence[Action]) -> list[Action]:
     """The actions that are left if there is nothing to train with."""
     return [leaf for action in actions for leaf in action.leaves if leaf.op in _WITHOUT_GRADIENTS]
 
 
-def settle(executor: Executor, *, trains: bool) -> None:
+def _settle(executor: Executor, *, trains: bool) -> None:
     """It is known now how the step goes on."""
     executor.batch.is_open, executor.batch.training = False, trains
     if trains:
@@ -76,12 +76,12 @@ def settle(executor: Executor, *, trains: bool) -> None:
 
 
 # Receives posted before their turn, as long as they are small. Each wakes a thread of the sender; many wake it once.
-AHEAD = 32
-BYTES_AHEAD = 32 * 1024 * 1024
-AHEAD_AT_LEAST = 2
+_AHEAD = 32
+_BYTES_AHEAD = 32 * 1024 * 1024
+_AHEAD_AT_LEAST = 2
 
 
-Placed = tuple[int, Action]  # a rank, and what it does
+_Placed = tuple[int, Action]  # a rank, and what it does
 
 
 class Runner(Protocol):
@@ -94,12 +94,12 @@ class Runner(Protocol):
         """Do all actions with the data of each rank that is here."""
 
 
-def is_watched(runner: Runner) -> bool:
+def _is_watched(runner: Runner) -> bool:
     """Whether the times of actions are asked for: by the user, or by a profiler that is on."""
     return runner.tracing or torch.autograd.profiler._is_profiler_enabled
 
 
-def perform_watched(rank: int, action: Action, handler: Handler) -> Span:
+def _perform_watched(rank: int, action: Action, handler: Handler) -> Span:
     """Do an action in a range of the profiler that has its text, and take its times down."""
     with torch.profiler.record_function(f"pipecut {action}"):
         start = time.perf_counter()
@@ -145,13 +145,13 @@ class RankRunner:
         rest = [action for action in self.row if not self.opening.includes(action)]
         known = [int(executor.batch.training)] if self.rank == last else None
         trains = executor.transport.share(last, known, 1) == [1]
-        settle(executor, trains=trains)
-        return rest if trains else without_backwards(rest)
+        _settle(executor, trains=trains)
+        return rest if trains else _without_backwards(rest)
 
     def _do(self, row: Sequence[Action]) -> None:
         executor = self.executor
         handlers = executor.handlers
-        watched = is_watched(self)
+        watched = _is_watched(self)
         ahead = _PostedAhead(executor, [action for action in row if action.op in RECEIVES])
         for action in row:
             self._action = action
@@ -160,13 +160,13 @@ class RankRunner:
             if watched:
                 if action.is_compute:  # so that its time has no waiting in it
                     executor.mail.wait_for(action)
-                self.spans.append(perform_watched(self.rank, action, handler))
+                self.spans.append(_perform_watched(self.rank, action, handler))
             else:
                 handler(action)
         self._action = None
 
     def _failed(self, action: Action | None, error: Exception, where: str = END) -> StepError:
-        failure = failure_of(self.executor, action, error, where)
+        failure = _failure_of(self.executor, action, error, where)
         if self.alarm is None:
             return step_error(str(failure), error)
         return self.alarm.raise_on_all(failure, error)
@@ -178,7 +178,7 @@ class _PostedAhead:
     def __init__(self, executor: Executor, receives: Sequence[Action]) -> None:
         self.executor = executor
         self.receives = receives
-        self.most = AHEAD if executor.transport.receives_ahead else 0
+        self.most = _AHEAD if executor.transport.receives_ahead else 0
         self.enough = self.most // 2
         self.posted = 0
         self.passed = 0
@@ -191,7 +191,7 @@ class _PostedAhead:
             return
         while self.posted < len(self.receives):
             ahead = self.posted - self.passed
-            if ahead >= self.most or (ahead >= AHEAD_AT_LEAST and self.bytes_ahead > BYTES_AHEAD):
+            if ahead >= self.most or (ahead >= _AHEAD_AT_LEAST and self.bytes_ahead > _BYTES_AHEAD):
                 return
             action = self.receives[self.posted]
             size = self.executor.mail.size_of(action)
@@ -212,7 +212,7 @@ class _PostedAhead:
         self.passed += 1
 
 
-def failure_of(executor: Executor, action: Action | None, error: Exception, where: str = END) -> Failure:
+def _failure_of(executor: Executor, action: Action | None, error: Exception, where: str = END) -> Failure:
     """What went wrong, and where: of an overlap, in which part."""
     place = executor.part or action
     stage = None if place is None else executor.stages.get(place.stage)
@@ -248,29 +248,29 @@ class LocalRunner:
             finish_together(self.executors)
         except Exception as error:
             rank, action = self._place
-            raise step_error(str(failure_of(self.executors[rank], action, error)), error) from error
+            raise step_error(str(_failure_of(self.executors[rank], action, error)), error) from error
         finally:
             for executor in self.executors:
                 executor.clear()
             self.office.clear()
 
-    def _settled(self) -> list[Placed]:
+    def _settled(self) -> list[_Placed]:
         """Do the opening, find out whether this is training, and return what is left to be done."""
         assert self.opening is not None  # a batch is open for plans that have one
         self._do([(rank, action) for rank, action in self.order if self.opening.includes(action)])
         rest = [(rank, action) for rank, action in self.order if not self.opening.includes(action)]
         trains = self.executors[self.opening.last_rank].batch.training
         for executor in self.executors:
-            settle(executor, trains=trains)
-        return rest if trains else [(rank, leaf) for rank, action in rest for leaf in without_backwards([action])]
+            _settle(executor, trains=trains)
+        return rest if trains else [(rank, leaf) for rank, action in rest for leaf in _without_backwards([action])]
 
-    def _do(self, order: Sequence[Placed]) -> None:
-        watched = is_watched(self)
+    def _do(self, order: Sequence[_Placed]) -> None:
+        watched = _is_watched(self)
         for rank, action in order:
             self._place = (rank, action)
             handler = self.executors[rank].handlers[action.op]
             if watched:
-                self.spans.append(perform_watched(rank, action, handler))
+                self.spans.append(_perform_watched(rank, action, handler))
             else:
                 handler(action)
         self._place = (self._place[0], None)
@@ -279,7 +279,7 @@ class LocalRunner:
 # MERGED: Steps of a schedule without a loss_fn: they train if the output of the model holds a loss, and else tell that not.
 
 
-LOSS, OWN, GIVEN = "loss", "the model's own", "that of loss_fn"  # what the last stage's rank tells the others
+_LOSS, _OWN, _GIVEN = "loss", "the model's own", "that of loss_fn"  # what the last stage's rank tells the others
 
 
 class OpenSteps:
@@ -292,11 +292,11 @@ class OpenSteps:
     @property
     def fact(self) -> dict[str, str]:
         """What the rank of the last stage has to tell."""
-        return {LOSS: OWN if self._objective.is_own else GIVEN}
+        return {_LOSS: _OWN if self._objective.is_own else _GIVEN}
 
     def is_next(self, plan: Plan, told: Mapping[str, str]) -> bool:
         """Whether the next step trains only if there is a loss, by what the ranks have told each other."""
-        return told.get(LOSS) == OWN and not self._has_trained and opening_of(plan) is not None
+        return told.get(_LOSS) == _OWN and not self._has_trained and opening_of(plan) is not None
 
     def run(self, runner: Runner, batches: Mapping[int, Batch], last_rank: int) -> bool:
         """Run such a step, and return whether it trained."""

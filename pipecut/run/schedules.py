@@ -54,7 +54,7 @@ class _NamedSchedule(PipelineSchedule):
             return None  # it sets its order of actions itself
         if not cls.schedule_name:
             raise InputError(
-                f"{cls.__name__} has no plan of its own: use one of {', '.join(CLASSES)}, or PlannedSchedule"
+                f"{cls.__name__} has no plan of its own: use one of {', '.join(_CLASSES)}, or PlannedSchedule"
             )
         total = stages[0].num_stages
         family = FAMILIES[cls.schedule_name]
@@ -267,7 +267,7 @@ _ALL: tuple[type[_NamedSchedule], ...] = (
     ScheduleVHalf,
     ScheduleVMin,
 )
-CLASSES: dict[str, type[PipelineSchedule]] = {schedule.schedule_name: schedule for schedule in _ALL}
+_CLASSES: dict[str, type[PipelineSchedule]] = {schedule.schedule_name: schedule for schedule in _ALL}
 _BASES: dict[str, type[PipelineSchedule]] = {
     "PipelineScheduleSingle": PipelineScheduleSingle,
     "PipelineScheduleMulti": PipelineScheduleMulti,
@@ -283,4 +283,4 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     bases = {name.lower(): base for name, base in _BASES.items()}
     if isinstance(schedule_name, str) and schedule_name.lower() in bases:
         return bases[schedule_name.lower()]
-    return CLASSES[known_name(schedule_name, _BASES)]
+    return _CLASSES[known_name(schedule_name, _BASES)]

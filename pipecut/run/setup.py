@@ -20,7 +20,7 @@ from .runner import LocalRunner, RankRunner, Runner
 from .ties import DistributedTies, LocalTies, Tie, TiedGradients
 from .transport.base import Transport
 
-MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
+_MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
 Stages = Mapping[int, PipelineStage]
 
 
@@ -52,7 +52,7 @@ class Assembly:
     def _lowered(self, plan: Plan) -> Plan:
         """With sharding where a stage of this rank has copies; that does not change the messages between ranks."""
         has_copies = any(stage.replica.is_reduced for stage in self.stages)
-        return plan.lower(max_held=MAX_HELD if has_copies else None)
+        return plan.lower(max_held=_MAX_HELD if has_copies else None)
 
     def _executors(self, plan: Plan) -> list[Executor]:
         """One for each rank that is here."""
@@ -66,7 +66,7 @@ class Assembly:
         return made
 
     def _executor(self, plan: Plan, stages: Stages, transport: Transport, ties: TiedGradients) -> Executor:
-        parcels = parcels_of(self.info, stages)
+        parcels = _parcels_of(self.info, stages)
         random_numbers = KINDS[self.random_numbers](stages)
         return Executor(
             plan,
@@ -81,7 +81,7 @@ class Assembly:
         )
 
 
-def parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
+def _parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
     """What goes between these stages and others."""
     if info is None:
         return LearntParcels()

@@ -39,14 +39,14 @@ class Tie:
 
     def _parameter(self, stage: int, module: nn.Module) -> Tensor:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in self.names[stage] or unwrapped(name) in self.names[stage]:
+            if name in self.names[stage] or _unwrapped(name) in self.names[stage]:
                 return parameter
         raise PipeError(
             f"stage {stage} does not hold {self.names[stage][0]}, which it shares: do not replace its parameters"
         )
 
 
-def unwrapped(name: str) -> str:
+def _unwrapped(name: str) -> str:
     """The name of a parameter in the user's own module."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
@@ -58,7 +58,7 @@ def ties_of_pipe(info: PipeInfo) -> tuple[Tie, ...]:
     return tuple(Tie(tie.names[0], dict.fromkeys(tie.stages, tie.names)) for tie in info.tied_parameters)
 
 
-def refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
+def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
     """A gradient of some holders only would pull them apart."""
     frozen, trained = sorted(frozen), sorted(trained)
     if frozen and trained:
@@ -94,7 +94,7 @@ def fingerprint(parameter: Tensor) -> str:
 # MERGED: The sum of the gradients of a parameter that several stages hold.
 
 
-FROZEN, WITHOUT_GRADIENT, WITH_GRADIENT = range(3)  # what a rank says of the parameter before it sends its gradient
+_FROZEN, WITHOUT_GRADIENT, _WITH_GRADIENT = range(3)  # what a rank says of the parameter before it sends its gradient
 
 
 class TiedGradients(Protocol):
@@ -128,7 +128,7 @@ class _Holders:
     def refuse_partly_frozen(self) -> None:
         """All holders of this rank are frozen, or none."""
         trained = {stage: parameter.requires_grad for stage, parameter in self._held}
-        refuse_partly_frozen(
+        _refuse_partly_frozen(
             self.tie, [stage for stage in trained if not trained[stage]], [stage for stage in trained if trained[stage]]
         )
 
@@ -141,8 +141,8 @@ class _Holders:
     def state(self) -> int:
         """What the others have to know before the sum."""
         if not self.parameters[0].requires_grad:
-            return FROZEN
-        return WITHOUT_GRADIENT if self.own() is None else WITH_GRADIENT
+            return _FROZEN
+        return WITHOUT_GRADIENT if self.own() is None else _WITH_GRADIENT
 
     @property
     def meta(self) -> Meta:
@@ -225,7 +225,7 @@ class DistributedTies:
         states, total = [holders.state], holders.own()
         for rank in ranks[1:]:
             states += self._states_of(rank, 1)
-            if states[-1] == WITH_GRADIENT:
+            if states[-1] == _WITH_GRADIENT:
                 (other,) = self.transport.receive(rank, [holders.meta]).wait()
                 total = other if total is None else total + other
         for rank in ranks[1:]:
@@ -237,7 +237,7 @@ class DistributedTies:
         self._send(ranks[0], [holders.state], holders, holders.own())
         states = self._states_of(ranks[0], len(ranks))
         self._refuse_partly_frozen(holders.tie, ranks, states)
-        has_sum = WITH_GRADIENT in states
+        has_sum = _WITH_GRADIENT in states
         holders.give(self.transport.receive(ranks[0], [holders.meta]).wait()[0] if has_sum else None)
 
     def _send(self, rank: int, states: list[int], holders: _Holders, gradient: Tensor | None) -> None:
@@ -252,8 +252,8 @@ class DistributedTies:
 
     def _refuse_partly_frozen(self, tie: Tie, ranks: list[int], states: list[int]) -> None:
         known = dict(zip(ranks, states, strict=True))
-        frozen = [stage for stage in tie.stages if known[self.placement.rank_of[stage]] == FROZEN]
-        refuse_partly_frozen(tie, frozen, set(tie.stages) - set(frozen))
+        frozen = [stage for stage in tie.stages if known[self.placement.rank_of[stage]] == _FROZEN]
+        _refuse_partly_frozen(tie, frozen, set(tie.stages) - set(frozen))
 
 
 class LocalTies:
@@ -281,11 +281,11 @@ class LocalTies:
 # MERGED: Ties of modules that were cut by hand: the user says which parameters of which stages are one.
 
 
-Declared = Sequence[Mapping[int, str]]
+_Declared = Sequence[Mapping[int, str]]
 _FORM = 'a tie is a dict from stage to the name of the parameter there, such as {0: "embed.weight", 3: "head.weight"}'
 
 
-def declared_ties(declared: Declared, stages: Iterable[PipelineStage]) -> tuple[Tie, ...]:
+def declared_ties(declared: _Declared, stages: Iterable[PipelineStage]) -> tuple[Tie, ...]:
     """The ties, checked against each other and against the stages that are here.
 
     >>> from torch import nn
@@ -325,7 +325,7 @@ def _refuse_unknown(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> 
         if stage not in here:
             continue
         known = [each for each, _ in here[stage].submod.named_parameters(remove_duplicate=False)]
-        if name not in known and name not in map(unwrapped, known):
+        if name not in known and name not in map(_unwrapped, known):
             raise InputError(f"{where}: stage {stage} has no parameter {name!r}.{did_you_mean(name, known)}")
 
 

@@ -47,8 +47,8 @@ BACKWARD = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, O
 
 # An activation goes to the stage after, a gradient to the stage before, unless the action names another peer.
 NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
-COUNTERPART = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
-ARROW = {Op.SEND_F: "->", Op.SEND_B: "->", Op.RECV_F: "<-", Op.RECV_B: "<-"}
+_COUNTERPART = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
+_ARROW = {Op.SEND_F: "->", Op.SEND_B: "->", Op.RECV_F: "<-", Op.RECV_B: "<-"}
 
 
 class Action(NamedTuple):
@@ -72,7 +72,7 @@ class Action(NamedTuple):
         if self.parts:
             return f"({';'.join(map(repr, self.parts))}){self.op}"
         number = "" if self.microbatch is None else self.microbatch
-        peer = "" if self.peer is None else f"{ARROW.get(self.op, '@')}{self.peer}"
+        peer = "" if self.peer is None else f"{_ARROW.get(self.op, '@')}{self.peer}"
         return f"{self.stage}{self.op}{number}{peer}"
 
     @property
@@ -125,7 +125,7 @@ class Action(NamedTuple):
     @property
     def counterpart(self) -> Action:
         """The other end of a transfer: the receive of a send, the send of a receive."""
-        return transfer(COUNTERPART[self.op], self.other_stage, self.microbatch, self.stage)
+        return transfer(_COUNTERPART[self.op], self.other_stage, self.microbatch, self.stage)
 
 
 def transfer(op: Op, stage: int, microbatch: int | None, peer: int) -> Action:
@@ -138,7 +138,7 @@ def overlap(*parts: Action) -> Action:
     return Action(-1, Op.OVERLAP_F_B, None, None, parts)
 
 
-NUMBERED = {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.REDUCE_TIES} | TRANSFERS
+_NUMBERED = {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD, Op.REDUCE_TIES} | TRANSFERS
 WHOLE_STAGE = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}
 _SIMPLE = re.compile(
     r"(?P<stage>\d{1,9})(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<number>\d{1,9})?(?:(?P<arrow>->|<-)(?P<peer>\d{1,9}))?",
@@ -180,12 +180,12 @@ def _parse_simple(text: str) -> Action:
     if op is None:
         near = did_you_mean(match["op"], _OPS)
         raise PlanError(f"'{text}' is no action: there is no '{match['op']}'.{near} Known are {', '.join(_OPS)}.")
-    if op in NUMBERED and match["number"] is None:
+    if op in _NUMBERED and match["number"] is None:
         numbered = "tie" if op is Op.REDUCE_TIES else "microbatch"
         raise PlanError(f"'{text}' is no action: {op} needs the number of a {numbered}, as in {match['stage']}{op}0.")
     if op in WHOLE_STAGE and match["number"] is not None:
         raise PlanError(f"'{text}' is no action: {op} is for a whole stage; write {match['stage']}{op}.")
-    if match["arrow"] != ARROW.get(op) and match["arrow"] is not None:
+    if match["arrow"] != _ARROW.get(op) and match["arrow"] is not None:
         raise PlanError(
             f"'{text}' is no action: a peer is written -> after a send and <- after a receive, nowhere else."
         )

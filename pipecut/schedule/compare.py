@@ -20,10 +20,10 @@ from .timeline import Span, Timeline
 # MERGED: Whether what was executed is the plan that it is laid beside: the same actions on each rank, in the same order.
 
 
-NAMED = 4  # actions that an error lists
+_NAMED = 4  # actions that an error lists
 
 
-def check_executed(report: Report, seen: Iterable[Span]) -> None:
+def _check_executed(report: Report, seen: Iterable[Span]) -> None:
     """Refuse computations that are not those of the plan, on the ranks of which there are any."""
     rows: dict[int, list[Action]] = {}
     for span in sorted((span for span in seen if span.action.is_compute), key=lambda each: each.start):
@@ -48,7 +48,7 @@ def _fault(rank: int, plan: str, expected: list[Action], executed: list[Action])
         return f"{repeated[0]} was executed {times[repeated[0]]} times on rank {rank}: compare one step at a time."
     missing = [action for action in expected if action not in times]
     if missing:
-        named = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
+        named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
         return (
             f"Rank {rank} did not execute {named} of {plan} ({len(missing)} of its {len(expected)} actions): compare a "
             "whole step of it, with all its microbatches and backwards."
@@ -63,7 +63,7 @@ def _fault(rank: int, plan: str, expected: list[Action], executed: list[Action])
     return None
 
 
-class HasReport(Protocol):
+class _HasReport(Protocol):
     """Something that foretells a step."""
 
     @property
@@ -71,7 +71,7 @@ class HasReport(Protocol):
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """One number, foretold and seen."""
 
     what: str
@@ -88,9 +88,9 @@ class Line:
 class Comparison:
     """The mean time of each kind of computation; that of each rank, from first start to last end; the step."""
 
-    kinds: tuple[Line, ...]
-    ranks: tuple[Line, ...]
-    step: Line
+    kinds: tuple[_Line, ...]
+    ranks: tuple[_Line, ...]
+    step: _Line
     unit: str
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Comparison:
         return out.getvalue().rstrip()
 
 
-def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -> Comparison:
+def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) -> Comparison:
     """Lay what was foretold over what happened.
 
     `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
@@ -126,23 +126,23 @@ def compare(plan: Report | HasReport, executed: Timeline | Iterable[Timeline]) -
     seen = [span for timeline in timelines for span in timeline if span.action.is_compute or span.action.op in timed]
     if not seen:
         raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")
-    check_executed(report, seen)
+    _check_executed(report, seen)
     present = sorted({span.rank for span in seen})
     foretold = [span for span in report.timeline if span.rank in present]
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
     return Comparison(
         kinds=tuple(_kinds(foretold, seen)),
-        ranks=tuple(Line(f"rank {rank}", _length(_of(rank, foretold)), _length(_of(rank, seen))) for rank in present),
-        step=Line("step", _length(foretold), _length(seen)),
+        ranks=tuple(_Line(f"rank {rank}", _length(_of(rank, foretold)), _length(_of(rank, seen))) for rank in present),
+        step=_Line("step", _length(foretold), _length(seen)),
         unit=unit,
     )
 
 
-def _kinds(foretold: list[Span], seen: list[Span]) -> Iterable[Line]:
+def _kinds(foretold: list[Span], seen: list[Span]) -> Iterable[_Line]:
     for op in dict.fromkeys(span.action.op for span in foretold):
         both = [_times_of(op, spans) for spans in (foretold, seen)]
         if all(both):
-            yield Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
+            yield _Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
 
 
 def _times_of(op: Op, spans: list[Span]) -> list[float]:

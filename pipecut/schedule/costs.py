@@ -65,11 +65,11 @@ class Link:
 
 
 Pair = tuple[int, int]
-Transfer = float | Link | Mapping[Pair, float | Link]  # for all pairs of ranks, or by (source rank, target rank)
-MessageBytes = float | Mapping[Pair, float]  # for all messages, or by (maker stage, user stage)
+_Transfer = float | Link | Mapping[Pair, float | Link]  # for all pairs of ranks, or by (source rank, target rank)
+_MessageBytes = float | Mapping[Pair, float]  # for all messages, or by (maker stage, user stage)
 
 
-def check_transfer(transfer: object) -> None:
+def _check_transfer(transfer: object) -> None:
     """Refuse what is neither a time, nor a Link, nor one of them for each pair of ranks."""
     if not isinstance(transfer, Mapping):
         _check_one("transfer", transfer)
@@ -79,7 +79,7 @@ def check_transfer(transfer: object) -> None:
         _check_one(f"transfer[{pair}]", value)
 
 
-def check_message_bytes(message_bytes: object, transfer: object) -> None:
+def _check_message_bytes(message_bytes: object, transfer: object) -> None:
     """Refuse what is neither a size nor one for each pair of stages, and a Link without sizes."""
     links = list(transfer.values()) if isinstance(transfer, Mapping) else [transfer]
     with_link = any(isinstance(link, Link) for link in links)
@@ -95,13 +95,13 @@ def check_message_bytes(message_bytes: object, transfer: object) -> None:
         amount(f"message_bytes[{pair}]", value)
 
 
-def message_time(transfer: Transfer, message_bytes: MessageBytes, ranks: Pair, edge: Pair) -> float:
+def _message_time(transfer: _Transfer, message_bytes: _MessageBytes, ranks: Pair, edge: Pair) -> float:
     """How long what passes along an edge (maker stage, user stage) takes from the first rank to the second."""
     link = _of_pair(transfer, ranks)
     return link.time(_size(message_bytes, edge)) if isinstance(link, Link) else float(link)
 
 
-def _of_pair(transfer: Transfer, ranks: Pair) -> float | Link:
+def _of_pair(transfer: _Transfer, ranks: Pair) -> float | Link:
     if not isinstance(transfer, Mapping):
         return transfer
     if ranks not in transfer:
@@ -111,7 +111,7 @@ def _of_pair(transfer: Transfer, ranks: Pair) -> float | Link:
     return transfer[ranks]
 
 
-def _size(message_bytes: MessageBytes, edge: Pair) -> float:
+def _size(message_bytes: _MessageBytes, edge: Pair) -> float:
     if not isinstance(message_bytes, Mapping):
         return message_bytes
     if edge not in message_bytes:
@@ -140,7 +140,7 @@ def _check_pair(what: str, pair: object, names: str) -> None:
 
 __all__ = ["CostTable", "Costs", "Link"]
 
-PerStage = float | Sequence[float] | Mapping[int, float]
+_PerStage = float | Sequence[float] | Mapping[int, float]
 
 TIMES = ("forward", "backward_input", "backward_weight", "full_backward")
 MEMORY = ("memory_forward", "memory_backward_input", "memory_backward_weight")
@@ -176,15 +176,15 @@ class Costs:
     (1.0, 2.0, 4.0)
     """
 
-    forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
-    transfer: Transfer = 0.0
-    full_backward: PerStage | None = None
-    memory_forward: PerStage = 1.0
-    memory_backward_input: PerStage = 0.0
-    memory_backward_weight: PerStage = -1.0
-    message_bytes: MessageBytes | None = None
+    forward: _PerStage = 1.0
+    backward_input: _PerStage = 1.0
+    backward_weight: _PerStage = 1.0
+    transfer: _Transfer = 0.0
+    full_backward: _PerStage | None = None
+    memory_forward: _PerStage = 1.0
+    memory_backward_input: _PerStage = 0.0
+    memory_backward_weight: _PerStage = -1.0
+    message_bytes: _MessageBytes | None = None
     tie_bytes: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -192,8 +192,8 @@ class Costs:
             value = getattr(self, name)
             if value is not None or name != "full_backward":
                 object.__setattr__(self, name, _checked(name, value, signed=name in MEMORY))
-        check_transfer(self.transfer)
-        check_message_bytes(self.message_bytes, self.transfer)
+        _check_transfer(self.transfer)
+        _check_message_bytes(self.message_bytes, self.transfer)
         if self.tie_bytes is not None:
             sizes = (amount(f"tie_bytes[{number}]", size) for number, size in enumerate(self.tie_bytes))
             object.__setattr__(self, "tie_bytes", tuple(sizes))
@@ -229,7 +229,7 @@ class Costs:
         """How long a SEND_F or SEND_B takes from a stage to another one; a gradient has the size of its activation."""
         ranks = placement.rank_of[stage], placement.rank_of[other]
         edge = (stage, other) if op is Op.SEND_F else (other, stage)
-        return message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
+        return _message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
 
     def tie_time(self, plan: Plan, number: int) -> float:
         """How long the sum of a tie takes once all its ranks have come to it.
@@ -246,11 +246,11 @@ class Costs:
         first, *others = plan.ranks_of_tie(number)
         ways = [way for other in others for way in ((other, first), (first, other))]
         return sum(
-            message_time(self.transfer, size, way, (0, 0)) for way in ways for size in (0.0, self.tie_bytes[number])
+            _message_time(self.transfer, size, way, (0, 0)) for way in ways for size in (0.0, self.tie_bytes[number])
         )
 
 
-def _checked(name: str, value: object, *, signed: bool) -> PerStage:
+def _checked(name: str, value: object, *, signed: bool) -> _PerStage:
     """The value with its numbers checked, in a form of its own: the caller may change theirs."""
     if isinstance(value, Mapping):
         wrong = [stage for stage in value if not isinstance(stage, int)]
@@ -267,7 +267,7 @@ def _checked(name: str, value: object, *, signed: bool) -> PerStage:
     return amount(name, value, signed=signed)
 
 
-def _by_stage(name: str, value: PerStage, plan: Plan) -> tuple[float, ...]:
+def _by_stage(name: str, value: _PerStage, plan: Plan) -> tuple[float, ...]:
     if isinstance(value, float):
         held = [len(stages) for stages in plan.placement.stages_of]
         return tuple(value / held[rank] for rank in plan.placement.rank_of)

@@ -128,7 +128,7 @@ class Plan:
         """
         from .lower import add_bubbles
 
-        return grid_text(add_bubbles(self, allow_stuck=True), width=width)
+        return _grid_text(add_bubbles(self, allow_stuck=True), width=width)
 
     def validate(self) -> Plan:
         """The plan itself, proven complete, in order and free of deadlock; otherwise a PlanError with every fault."""
@@ -245,7 +245,7 @@ def _dataflow_of(leaves: Sequence[Action], stages: int) -> Dataflow:
 BUBBLE = "·"
 
 
-def grid_text(plan: Plan, *, width: int | None = None) -> str:
+def _grid_text(plan: Plan, *, width: int | None = None) -> str:
     """The grid of a plan as it is written."""
     return table([[_cell(action) for action in row] for row in plan.actions], width=width)
 

@@ -75,7 +75,7 @@ class Idle(NamedTuple):
         return sum(self)
 
 
-def idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
+def _idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
     """The idle time of the rank that ran the computations with these numbers.
 
     A rank that waits for several values waits for the one that comes last.
@@ -104,7 +104,7 @@ def idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
 # MERGED: The longest chain of computations: what has to become quicker for the whole to become quicker.
 
 
-def critical_path(record: Record) -> tuple[Span, ...]:
+def _critical_path(record: Record) -> tuple[Span, ...]:
     """From the first computation to the one that ends last, each let start by the end of the one before it.
 
     Two that follow each other are on one rank, or a message goes from the rank of the first to that of the second; then
@@ -123,14 +123,14 @@ def critical_path(record: Record) -> tuple[Span, ...]:
 # MERGED: A report as a table for a person.
 
 
-HEAD = ("rank", "busy", *Idle._fields, "peak memory")
-NOISE = 1e-9  # of the makespan: less than that is the rounding of sums
+_HEAD = ("rank", "busy", *Idle._fields, "peak memory")
+_NOISE = 1e-9  # of the makespan: less than that is the rounding of sums
 
 
-def report_table(report: Report) -> str:
+def _report_table(report: Report) -> str:
     """Totals, then for each rank its busy time, its idle time by cause, and its peak memory."""
     rows = [(str(rank), *_cells(report, rank)) for rank in range(len(report.busy))]
-    return "\n".join([*_totals(report), *_aligned([HEAD, *rows, ("mean", *_means(report))])])
+    return "\n".join([*_totals(report), *_aligned([_HEAD, *rows, ("mean", *_means(report))])])
 
 
 def _totals(report: Report) -> list[str]:
@@ -156,7 +156,7 @@ def _means(report: Report) -> list[str]:
 
 
 def _text(time: float, makespan: float) -> str:
-    return f"{time:.6g}" if abs(time) > NOISE * makespan else "0"
+    return f"{time:.6g}" if abs(time) > _NOISE * makespan else "0"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -239,15 +239,15 @@ class Report:
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The longest chain of computations, each let start by the end of the one before it, or by its message."""
-        return critical_path(self.record)
+        return _critical_path(self.record)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """The idle time of each rank by cause; with `busy` it sums up to the makespan."""
-        return tuple(idle_time(self.record, row, self.makespan) for row in self._numbers)
+        return tuple(_idle_time(self.record, row, self.makespan) for row in self._numbers)
 
     def __str__(self) -> str:
-        return report_table(self)
+        return _report_table(self)
 
     @cached_property
     def _numbers(self) -> list[list[int]]:

@@ -23,34 +23,34 @@ from .walk import Walk, collector_paused
 # MERGED: The messages between the ranks of a plan, numbered, and how long each travels.
 
 
-SEND_OF = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-WAIT_FOR = {Op.RECV_F: Wait.FORWARD, Op.RECV_B: Wait.BACKWARD}
+_SEND_OF = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
+_WAIT_FOR = {Op.RECV_F: Wait.FORWARD, Op.RECV_B: Wait.BACKWARD}
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
     """One kind of message: its number for microbatch 0, the others follow it; and how long each of them travels."""
 
     number: int
     travel: float
 
 
-class Messages:
+class _Messages:
     """All messages of a plan, whether it has its transfers or not; `backward` says whether gradients go back."""
 
     def __init__(self, plan: Plan, costs: Costs, *, backward: bool) -> None:
         self.plan = plan
-        self.by_ends: dict[tuple[Op, int, int], Message] = {}  # (SEND_F or SEND_B, source stage, target stage)
+        self.by_ends: dict[tuple[Op, int, int], _Message] = {}  # (SEND_F or SEND_B, source stage, target stage)
         for stage in range(plan.stages):
             for op in (Op.FORWARD, Op.BACKWARD_INPUT) if backward else (Op.FORWARD,):
                 for send, other in plan.dataflow.messages(op, stage, plan.placement):
                     travel = costs.message_time(plan.placement, send, stage, other)
-                    self.by_ends[send, stage, other] = Message(len(self), travel)
+                    self.by_ends[send, stage, other] = _Message(len(self), travel)
 
     def __len__(self) -> int:
         return len(self.by_ends) * self.plan.microbatches
 
     @property
-    def inputs(self) -> list[Message]:
+    def inputs(self) -> list[_Message]:
         """Those that carry nothing but an input of the model: there from the start, made by no computation."""
         return [message for ends, message in self.by_ends.items() if self._is_input(*ends)]
 
@@ -58,10 +58,10 @@ class Messages:
         """What a computation waits for: the number of each message, and what kind of wait that is."""
         received = self.plan.dataflow.receives(op, stage, self.plan.placement)
         return tuple(
-            (self.by_ends[SEND_OF[receive], other, stage].number, WAIT_FOR[receive]) for receive, other in received
+            (self.by_ends[_SEND_OF[receive], other, stage].number, _WAIT_FOR[receive]) for receive, other in received
         )
 
-    def made(self, op: Op, stage: int) -> tuple[Message, ...]:
+    def made(self, op: Op, stage: int) -> tuple[_Message, ...]:
         """What leaves as soon as a computation has ended: nothing, if the plan has sends of its own."""
         if self.plan.has_transfers:
             return ()
@@ -100,7 +100,7 @@ class _Work(NamedTuple):
 
     time: float
     needed: tuple[tuple[int, Wait], ...]
-    made: tuple[Message, ...]
+    made: tuple[_Message, ...]
 
 
 class _Clock:
@@ -115,7 +115,7 @@ class _Clock:
         self.free = [0.0] * len(plan.actions)  # when each rank has done all before
         self.last = [-1] * len(plan.actions)  # the computation whose end that is
         ops = {leaf.op for row in plan.actions for action in row if action for leaf in action.parts or (action,)}
-        self.messages = Messages(plan, costs, backward=bool(ops & {Op.BACKWARD_INPUT, Op.FULL_BACKWARD}))
+        self.messages = _Messages(plan, costs, backward=bool(ops & {Op.BACKWARD_INPUT, Op.FULL_BACKWARD}))
         self.arrivals = [0.0] * len(self.messages)
         self.makers = [-1] * len(self.messages)  # the computation at whose end a message left
         for first, travel in self.messages.inputs:

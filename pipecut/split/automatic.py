@@ -14,13 +14,13 @@ from .chain import Chain, allowed_places
 from .points import SplitPlan
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
-SLACK = 0.03
+_SLACK = 0.03
 
 # One block that is longer than the mean stage by this factor is worth a word.
-GIANT = 1.25
+_GIANT = 1.25
 
 # It is to blame if it is this much of what the busiest rank does.
-BLAMED = 0.75
+_BLAMED = 0.75
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def balanced_cut(
     speeds: Sequence[float] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     in_flight: Sequence[float] | Callable[[int], float] | None = None,
-    slack: float = SLACK,
+    slack: float = _SLACK,
 ) -> BalancedCut:
     """The cut of a chain with the least bottleneck, as `balance` has it, at the outermost modules that allow it.
 
@@ -115,12 +115,12 @@ def giant_in(found: BalancedCut) -> str | None:
     """Which block alone is longer than a rank should take, in words: no cut can help there."""
     times, reached = [each.total for each in found.chain.times], found.balance
     giant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
-    if ranks == 1 or times[giant] <= GIANT * sum(times) / ranks:
+    if ranks == 1 or times[giant] <= _GIANT * sum(times) / ranks:
         return None
     # What its stage sends and receives comes on top of what it computes.
     stage = bisect.bisect_right(bounds, giant) - 1
     ends = [*reached.cuts[max(0, stage - 1) : stage + 1]]
-    if times[giant] + sum(found.chain.blocks().crossing[ends]) < BLAMED * reached.bottleneck:
+    if times[giant] + sum(found.chain.blocks().crossing[ends]) < _BLAMED * reached.bottleneck:
         return None
     word, of_all = ("stages", "longest") if ranks == len(bounds) else ("ranks", "busiest")
     return (

@@ -68,7 +68,7 @@ _MIXINS: dict[type[nn.Module], type] = {
 }
 
 
-def allow_gaps(module: nn.Module, original: nn.Module) -> None:
+def _allow_gaps(module: nn.Module, original: nn.Module) -> None:
     """Make a container work with some of its members gone; any other module is left as it is."""
     for cls, mixin in _MIXINS.items():
         numbered = isinstance(original, cls) and all(
@@ -126,7 +126,7 @@ def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
             del tensors[name]
             module._non_persistent_buffers_set.discard(name)
     if len(module._modules) + len(module._parameters) < len(original._modules) + len(original._parameters):
-        allow_gaps(module, original)
+        _allow_gaps(module, original)
 
 
 def _install(stage: nn.Module, module: nn.Module, index: int, functions: Sequence[Function]) -> None:

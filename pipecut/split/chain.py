@@ -71,7 +71,7 @@ class Chain:
     saved: tuple[float, ...]
     working: tuple[float, ...]
     deferred: tuple[float, ...]
-    shared: tuple[SharedBytes, ...]
+    shared: tuple[_SharedBytes, ...]
     machine: Machine
     sizes: Mapping[str, int]
 
@@ -176,7 +176,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class SharedBytes:
+class _SharedBytes:
     """What several blocks use: a parameter, a buffer, or an activation that they all keep."""
 
     blocks: tuple[int, ...]
@@ -190,7 +190,7 @@ def _inputs_train(traced: TracedModel) -> bool:
     return any(entry.spec is not None and entry.spec.requires_grad for entry in traced.inputs)
 
 
-def _moved(item: SharedBytes, bounds: Sequence[int]) -> SharedBytes:
+def _moved(item: _SharedBytes, bounds: Sequence[int]) -> _SharedBytes:
     return replace(item, blocks=tuple(sorted({bisect.bisect_right(bounds, block) - 1 for block in item.blocks})))
 
 
@@ -222,7 +222,7 @@ def allowed_places(traced: TracedModel) -> list[Place]:
     return [found[tick] for tick in sorted(found)]
 
 
-def with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
+def _with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
     """Of places with no operation between them the outermost one; none before the first or after the last operation."""
     best: dict[int, Place] = {}
     for place in places:
@@ -267,7 +267,9 @@ class _ChainMaker:
 
     def make(self) -> Chain:
         """The chain with all places that are allowed."""
-        places = with_work_between(self._sendable(allowed_places(self.traced)), [step.tick for step in self.operations])
+        places = _with_work_between(
+            self._sendable(allowed_places(self.traced)), [step.tick for step in self.operations]
+        )
         ticks = [place.cut.tick for place in places]
         block_of = {step.index: bisect.bisect_right(ticks, step.tick) for step in self.operations}
         times = [Times()] * (len(places) + 1)
@@ -298,7 +300,7 @@ class _ChainMaker:
             self.sizes,
         )
 
-    def _state(self, block_of: Mapping[int, int]) -> list[SharedBytes]:
+    def _state(self, block_of: Mapping[int, int]) -> list[_SharedBytes]:
         users: dict[int, set[int]] = {}
         for step in self.operations:
             for index in step.refs:
@@ -310,7 +312,7 @@ class _ChainMaker:
             spec = self.traced.steps[index].spec
             is_parameter = self.finder.is_parameter(index)
             found.append(
-                SharedBytes(
+                _SharedBytes(
                     tuple(sorted(blocks)),
                     parameter=size if is_parameter else 0.0,
                     trained=size if is_parameter and spec is not None and spec.requires_grad else 0.0,
@@ -319,14 +321,14 @@ class _ChainMaker:
             )
         return found
 
-    def _activations(self, block_of: Mapping[int, int]) -> list[SharedBytes]:
+    def _activations(self, block_of: Mapping[int, int]) -> list[_SharedBytes]:
         users: dict[int, set[int]] = {}
         sizes: dict[int, Dim] = {}
         for step in self.operations:
             for kept in self.finder.saved.of(step):
                 users.setdefault(kept.key, set()).add(block_of[step.index])
                 sizes[kept.key] = kept.bytes
-        return [SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
+        return [_SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
 
     def _working(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
         """In each block the most that one operation's backward needs: gradients of its result and of its arguments."""

@@ -17,7 +17,7 @@ from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, 
 from .state import written_state
 
 _NUMBERS = (bool, int, float)
-PieceKey = tuple[int, str, int]
+_PieceKey = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Modes:
     """
 
     switches: Mapping[int, Mapping[str, Switch]] = field(default_factory=dict)
-    bound: Mapping[PieceKey, bool] = field(default_factory=dict)
+    bound: Mapping[_PieceKey, bool] = field(default_factory=dict)
     written_in_other: frozenset[str] | None = None
 
     def arguments_of(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A step's arguments, with Switches where they follow the mode."""
         mine = dict(self.switches.get(step.index, {}))
-        names = list(named_arguments(step))
+        names = list(_named_arguments(step))
         args = tuple(mine.pop(name, value) for name, value in zip(names, step.args, strict=False))
         return args, {**step.kwargs, **mine}
 
@@ -77,7 +77,7 @@ class _Matcher:
         self.here, self.there = here, there
         self.same: dict[int, int] = {}
         self.switches: dict[int, dict[str, Switch]] = {}
-        self.bound: dict[PieceKey, bool] = {}
+        self.bound: dict[_PieceKey, bool] = {}
         self.checkpoints_missing = False
         names = {name: index for index, names in there.state_names.items() for name in names}
         for index, own_names in here.state_names.items():
@@ -147,7 +147,7 @@ class _Matcher:
         if mine.step.target != theirs.step.target or not mine.context.is_like(theirs.context):
             return False
         self.same[mine.step.index] = theirs.step.index
-        own, other = named_arguments(mine.step), named_arguments(theirs.step)
+        own, other = _named_arguments(mine.step), _named_arguments(theirs.step)
         for name, value in own.items():
             if not self._equal(value, other[name]):
                 if not (isinstance(value, _NUMBERS) and isinstance(other[name], _NUMBERS)):
@@ -175,7 +175,7 @@ def _same_constant(mine: Any, theirs: Any) -> bool:
     return mine is theirs
 
 
-def named_arguments(step: Step) -> dict[str, Any]:
+def _named_arguments(step: Step) -> dict[str, Any]:
     """The arguments of an operation by name, defaults included; by position where there is no schema."""
     if not isinstance(step.target, torch._ops.OpOverload):
         return {**{str(position): value for position, value in enumerate(step.args)}, **step.kwargs}

@@ -174,7 +174,7 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
 def _marked(traced: TracedModel) -> list[Cut]:
     _check_no_mark_in_subgraphs(traced)
     return [
-        Cut(step.tick, f"pipe_split() at {_place(step)}", calls_around(traced.root, step.tick)[-1].path)
+        Cut(step.tick, f"pipe_split() at {_place(step)}", _calls_around(traced.root, step.tick)[-1].path)
         for step in traced.steps
         if step.kind == "mark"
     ]
@@ -192,7 +192,7 @@ def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warn: bool) -> SplitP
                 PipeWarning,
                 stacklevel=6,
             )
-    return checked_plan(traced, kept)
+    return _checked_plan(traced, kept)
 
 
 def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
@@ -206,7 +206,7 @@ def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
                 )
 
 
-def checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
+def _checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
     """Cuts in order, none inside a region, none with an empty stage beside it."""
     regions = Regions(traced)
     settled = []
@@ -238,7 +238,7 @@ def _has_work(traced: TracedModel, begin: int, end: int) -> bool:
     return any(step.kind == "op" for step in traced.steps_within(begin, end))
 
 
-def calls_around(root: Span, tick: int) -> list[Span]:
+def _calls_around(root: Span, tick: int) -> list[Span]:
     """The module calls that are going on at a tick, the innermost last."""
     around = [root]
     inner: Span | None = root
@@ -262,13 +262,13 @@ _STEP = "pipecut_step"
 
 def cuts_by_policy(traced: TracedModel, policy: SplitPolicy) -> SplitPlan:
     """Show the policy the traced model, and cut where it put marks."""
-    answer = policy(as_graph_module(traced))
+    answer = policy(_as_graph_module(traced))
     if not isinstance(answer, GraphModule):
         raise SplitError(
             f"split_policy returned {type(answer).__name__}; it must return a GraphModule: the one that it got, with "
             "marks inserted by graph.call_function(pipe_split)"
         )
-    return checked_plan(traced, [_cut_at(traced, node) for node in answer.graph.nodes if is_mark(node.target)])
+    return _checked_plan(traced, [_cut_at(traced, node) for node in answer.graph.nodes if is_mark(node.target)])
 
 
 def _cut_at(traced: TracedModel, mark: Node) -> Cut:
@@ -280,7 +280,7 @@ def _cut_at(traced: TracedModel, mark: Node) -> Cut:
     over = [span.end for span in traced.spans("call") if span.begin <= begin < span.end < end]
     tick = max(over, default=begin) + 1
     label = f"the split_policy's mark {f'before {after.name}' if after else 'at the end'}"
-    return Cut(tick, label, calls_around(traced.root, tick)[-1].path)
+    return Cut(tick, label, _calls_around(traced.root, tick)[-1].path)
 
 
 def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node]) -> Step | None:
@@ -293,7 +293,7 @@ def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node])
     return None
 
 
-def as_graph_module(traced: TracedModel) -> GraphModule:
+def _as_graph_module(traced: TracedModel) -> GraphModule:
     """The trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
     graph = Graph()
     at = Weights(traced, traced.hints)
@@ -325,7 +325,7 @@ def as_graph_module(traced: TracedModel) -> GraphModule:
             node.meta["val"] = torch.empty(shape, dtype=step.spec.dtype, device="meta")
         if step.kind == "op":
             node.meta[_STEP] = step.index
-            around = calls_around(traced.root, step.tick)
+            around = _calls_around(traced.root, step.tick)
             node.meta["nn_module_stack"] = {
                 call.label: (call.path, type(traced.model.get_submodule(call.path))) for call in around
             }

@@ -39,7 +39,7 @@ _HARMLESS_WRITES = ("aten::detach_",)
 _RANDOM = (torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise)
 
 
-class Repeatable:
+class _Repeatable:
     """Knows of each step whether it depends on nothing but sizes, constants, fixed buffers and model inputs."""
 
     def __init__(self, traced: TracedModel, programs: Sequence[Piece], modes: Modes) -> None:
@@ -116,10 +116,10 @@ class Repeatable:
         return not (hooked or paths & alive or decides_about_sizes(traced, span))
 
 
-_KINDS: dict[str, Callable[[Repeatable, Step], bool]] = {
-    "state": Repeatable._is_fixed_buffer,
-    "constant": Repeatable._is_fixed_tensor,
-    "op": Repeatable._is_repeatable_operation,
+_KINDS: dict[str, Callable[[_Repeatable, Step], bool]] = {
+    "state": _Repeatable._is_fixed_buffer,
+    "constant": _Repeatable._is_fixed_tensor,
+    "op": _Repeatable._is_repeatable_operation,
 }
 
 
@@ -178,18 +178,18 @@ def _untraced(traced: TracedModel) -> Iterator[Span]:
 # MERGED: Programs without the operations that nobody needs any more.
 
 
-class Droppable(Protocol):
+class _Droppable(Protocol):
     """Knows which steps do nothing but make their value."""
 
     def __contains__(self, index: int) -> bool: ...
 
 
-def without_unused(program: Piece, wanted: Iterable[Key], droppable: Droppable) -> Piece:
+def _without_unused(program: Piece, wanted: Iterable[Key], droppable: _Droppable) -> Piece:
     """A program without the droppable operations whose values are neither used in it nor wanted from it."""
     return replace(program, items=_kept(program.items, set(wanted), droppable))
 
 
-def _kept(items: tuple[Item, ...], needed: set[Key], droppable: Droppable) -> tuple[Item, ...]:
+def _kept(items: tuple[Item, ...], needed: set[Key], droppable: _Droppable) -> tuple[Item, ...]:
     """The items that stay; `needed` grows by what these use, from the last item to the first."""
     kept: list[Item] = []
     for item in reversed(items):
@@ -207,12 +207,12 @@ def _kept(items: tuple[Item, ...], needed: set[Key], droppable: Droppable) -> tu
 # How much work (an element written, a floating-point operation) is worth one byte that is not sent. Links between
 # machines are some 20 to 100 times slower than memory and thousands of times slower than arithmetic; the low end,
 # since a link may also be within a machine.
-WORK_PER_BYTE = 16
+_WORK_PER_BYTE = 16
 
 # What a message costs however short it is, as the bytes that a link carries meanwhile: some 10 microseconds at some
 # gigabytes a second. All that a stage sends to another is one message, so that it counts where two stages have no
 # other business with each other.
-BYTES_PER_MESSAGE = 2**16
+_BYTES_PER_MESSAGE = 2**16
 
 
 def recompute(
@@ -220,7 +220,7 @@ def recompute(
 ) -> tuple[tuple[Piece, ...], tuple[RecomputedValue, ...]]:
     """The programs with cheap values made where they are used, and these values."""
     finder = FlowFinder(traced, cuts, programs, names)
-    repeatable = Repeatable(traced, programs, modes)
+    repeatable = _Repeatable(traced, programs, modes)
     chosen = [_Chooser(finder, repeatable, stage).choose() for stage in range(1, len(programs))]
     values = tuple(
         RecomputedValue(value, names[value], finder.made_in[value], stage, finder.spec(value))
@@ -236,13 +236,13 @@ def recompute(
     fuller = (programs[0], *repeated)
     sent = [set(stage.outputs) for stage in FlowFinder(traced, cuts, fuller, names).find().stages]
     sent[-1] |= set(traced.output.refs)
-    return tuple(without_unused(program, kept, repeatable) for program, kept in zip(fuller, sent, strict=True)), values
+    return tuple(_without_unused(program, kept, repeatable) for program, kept in zip(fuller, sent, strict=True)), values
 
 
 class _Chooser:
     """Chooses what one stage makes itself."""
 
-    def __init__(self, finder: FlowFinder, repeatable: Repeatable, stage: int) -> None:
+    def __init__(self, finder: FlowFinder, repeatable: _Repeatable, stage: int) -> None:
         self.finder, self.repeatable, self.stage = finder, repeatable, stage
         self.traced = finder.traced
         self.weigh = Weights(self.traced, self.traced.hints)
@@ -277,8 +277,8 @@ class _Chooser:
         if not any(self.traced.steps[value].kind == "op" for value in received):
             return float("inf")  # a stage that waits for nobody would run ahead of all others
         messages = {self.finder.sender(value, self.stage) for value in received}
-        sent = sum(map(self._bytes, received)) + BYTES_PER_MESSAGE * len(messages)
-        return sent + sum(map(self._work, chain)) / WORK_PER_BYTE
+        sent = sum(map(self._bytes, received)) + _BYTES_PER_MESSAGE * len(messages)
+        return sent + sum(map(self._work, chain)) / _WORK_PER_BYTE
 
     def _work(self, step: Step) -> int:
         is_view = step.storage is not None and any(

@@ -17,7 +17,7 @@ from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, Whol
 
 # Operations that count as writing to their running statistics, which they do only if this argument is true: a stage may
 # be put in training mode after the trace.
-UPDATED_IF = {
+_UPDATED_IF = {
     "aten::batch_norm": "training",
     "aten::instance_norm": "use_input_stats",
     "aten::_native_batch_norm_legit": "training",
@@ -131,7 +131,7 @@ def _only_reads_statistics(step: Step) -> bool:
     """An operation that updates running statistics if it is told to, and was not."""
     if not isinstance(step.target, torch._ops.OpOverload):
         return False
-    flag = UPDATED_IF.get(operator_name(step.target))
+    flag = _UPDATED_IF.get(operator_name(step.target))
     names = [argument.name for argument in step.target._schema.arguments]
     given = dict(zip(names, step.args, strict=False)) | dict(step.kwargs)
     return flag is not None and given.get(flag) is False

@@ -134,13 +134,13 @@ def described(shape: tuple[int, ...], dtype: torch.dtype, on_mesh: OnMesh | None
 # MERGED: The meshes that a stage knows: DTensors that come from other stages are put on them.
 
 
-GetMesh = Callable[..., Any]
+_GetMesh = Callable[..., Any]
 
 
 class Meshes:
     """Those of the tensors that the stage was seen with, of its module's state, and what `get_mesh` returns."""
 
-    def __init__(self, stage_index: int, get_mesh: GetMesh | None) -> None:
+    def __init__(self, stage_index: int, get_mesh: _GetMesh | None) -> None:
         self.stage_index = stage_index
         self.get_mesh = get_mesh
         self._known: dict[MeshKey, DeviceMesh] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 
-PACKAGE = __name__.partition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 
 
 def refuse_overrides(made: Any, not_called: Mapping[str, str]) -> None:
@@ -34,6 +34,6 @@ starts by itself
 def _is_users(cls: type, name: str) -> bool:
     """Whether the method that an object of the class has is not from this package."""
     definer = next((base for base in cls.__mro__ if name in vars(base)), None)
-    if definer is None or definer.__module__.partition(".")[0] == PACKAGE:
+    if definer is None or definer.__module__.partition(".")[0] == _PACKAGE:
         return False
     return not any(name in getattr(base, "__abstractmethods__", ()) for base in cls.__mro__)

@@ -123,13 +123,13 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def draw_seed() -> int:
+def _draw_seed() -> int:
     """A number from torch's default generator, which goes on by that.
 
     >>> _ = torch.manual_seed(0)
-    >>> first, second = draw_seed(), draw_seed()
+    >>> first, second = _draw_seed(), _draw_seed()
     >>> _ = torch.manual_seed(0)
-    >>> first == draw_seed(), first == second
+    >>> first == _draw_seed(), first == second
     (True, False)
     """
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator).item())
@@ -156,10 +156,10 @@ class StepSeeds:
     def next(self, *, training: bool) -> int:
         """The seed of a call that begins."""
         if training:
-            return draw_seed()
+            return _draw_seed()
         self._evaluations += 1
         state = torch.default_generator.get_state()
-        seed = draw_seed()
+        seed = _draw_seed()
         torch.default_generator.set_state(state)
         return seed_of(seed, self._evaluations)
 
@@ -199,5 +199,5 @@ def random_streams(microbatches: int, device: torch.device | str = "cpu") -> lis
     """
     if microbatches < 1:
         raise InputError(f"random_streams() got microbatches={microbatches}: give as many as the schedule has")
-    seed, generators = draw_seed(), Generators(device)
+    seed, generators = _draw_seed(), Generators(device)
     return [RandomStream(generators, stream_of_microbatch(seed, number)) for number in range(microbatches)]

@@ -34,7 +34,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Ports:
+class _Ports:
     """The parcels of a traced stage. A parcel is all that one stage sends to another for one microbatch.
 
     `arguments` says for each argument of the forward from which stage's parcel it comes, and its place there; an input
@@ -47,7 +47,7 @@ class Ports:
     outputs: int
 
 
-def ports_of(info: PipeInfo, stage: int) -> Ports:
+def _ports_of(info: PipeInfo, stage: int) -> _Ports:
     """The ports of one stage of a pipe."""
     incoming = {
         source: _items(info, source, stage) for source in sorted({e.source for e in info.edges if e.target == stage})
@@ -59,7 +59,7 @@ def ports_of(info: PipeInfo, stage: int) -> Ports:
         edge.value: (source, place) for source in incoming for place, edge in enumerate(_edges(info, source, stage))
     }
     arguments = tuple(places.get(value, (None, value)) for value in info.stages[stage].inputs)
-    return Ports(arguments, incoming, outgoing, len(info.stages[stage].outputs))
+    return _Ports(arguments, incoming, outgoing, len(info.stages[stage].outputs))
 
 
 def _edges(info: PipeInfo, source: int, target: int) -> list[Edge]:
@@ -88,7 +88,7 @@ def _items(info: PipeInfo, source: int, target: int) -> tuple[Item, ...]:
 _REFUSED = "leaf Variable that requires grad is being used in an in-place operation"
 
 
-class WrittenInputs:
+class _WrittenInputs:
     """Calls a module, on copies of its inputs once it was seen to write to them.
 
     The inputs of a stage are leaves, for their gradients are sent back, and autograd forbids writing to a leaf.
@@ -184,10 +184,10 @@ class PipelineStage(OneChunkCalls):
         for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
             self.meshes.see(flatten(given)[0])
         self.pipe_info = pipe_info
-        self.ports: Ports | None = None if pipe_info is None else ports_of(pipe_info, stage_index)
+        self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
         self.look_at_wrappers()
         self.flights: dict[int, Flight] = {}
-        self._written_inputs = WrittenInputs(stage_index)
+        self._written_inputs = _WrittenInputs(stage_index)
         self.submod.to(self.device)
         self._begin_calls()
         self.begin_step()

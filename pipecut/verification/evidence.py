@@ -21,7 +21,7 @@ from .subject import Holding, Subject
 
 
 @dataclass(frozen=True)
-class Evidence:
+class _Evidence:
     """What one process found. `norms` are those of the gradients that its stages have, by parameter."""
 
     differences: tuple[Difference, ...]
@@ -29,7 +29,7 @@ class Evidence:
     held: frozenset[str]
 
 
-def evidence_of(subject: Subject, cut: Run, uncut: Run, holdings: Sequence[Holding], tolerance: Tolerance) -> Evidence:
+def evidence_of(subject: Subject, cut: Run, uncut: Run, holdings: Sequence[Holding], tolerance: Tolerance) -> _Evidence:
     """Compare everything that this process has a part of. Buffers that every microbatch updates are not compared."""
     differences: list[Difference] = []
     if subject.has_output:
@@ -47,7 +47,7 @@ def evidence_of(subject: Subject, cut: Run, uncut: Run, holdings: Sequence[Holdi
         if subject.plan.microbatches == 1 or name not in uncut.updated
     ]
     norms = {holding.name: _norm(holding.parameter.grad) for holding in holdings if holding.parameter.grad is not None}
-    return Evidence(tuple(differences), norms, frozenset(holding.name for holding in holdings))
+    return _Evidence(tuple(differences), norms, frozenset(holding.name for holding in holdings))
 
 
 def _gradient_differences(holdings: Sequence[Holding], uncut: Run, tolerance: Tolerance) -> Iterator[Difference]:
@@ -78,16 +78,16 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def gathered(evidence: Evidence, subject: Subject) -> list[Evidence]:
+def gathered(evidence: _Evidence, subject: Subject) -> list[_Evidence]:
     """The evidence of all ranks, on all of them."""
     if not subject.is_distributed:
         return [evidence]
-    collected: list[Evidence | None] = [None] * dist.get_world_size(subject.group)
+    collected: list[_Evidence | None] = [None] * dist.get_world_size(subject.group)
     dist.all_gather_object(collected, evidence, group=subject.group)
     return [each for each in collected if each is not None]
 
 
-def conclusions(pieces: Sequence[Evidence], uncut: Run, tolerance: Tolerance) -> list[Difference]:
+def conclusions(pieces: Sequence[_Evidence], uncut: Run, tolerance: Tolerance) -> list[Difference]:
     """All differences, with what can be said only of all stages together: the norm, and what nobody holds."""
     norms: dict[str, float] = {}
     for piece in pieces:
@@ -112,7 +112,7 @@ def _norm(gradient: Tensor) -> float:
 # MERGED: Before ranks verify together: they have the same model and the same batch, and each of them knows its stages.
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class _Standing:
     fault: str
 
 
-def agreed(subject: Subject, model: nn.Module, task: Task, prepare: Callable[[], T]) -> T:
+def agreed(subject: Subject, model: nn.Module, task: Task, prepare: Callable[[], _T]) -> _T:
     """What `prepare` gives, once all ranks have the same and none of them fails in it."""
     if not subject.is_distributed:
         return prepare()
-    prepared: list[T] = []
+    prepared: list[_T] = []
     fault = ""
     try:
         prepared.append(prepare())

@@ -14,8 +14,8 @@ What = Literal["loss", "output", "gradient", "gradient norm", "input gradient", 
 MISSING = "missing: the uncut model has one"
 EXTRA = "extra: the uncut model has none"
 ROWS = 8  # of the table, if all is well
-WRONG_ROWS = 24  # if it is not
-HEAD = ("", "the worst first", "stage", "off by", "relative", "allowed")
+_WRONG_ROWS = 24  # if it is not
+_HEAD = ("", "the worst first", "stage", "off by", "relative", "allowed")
 
 
 class VerificationError(PipeError):
@@ -103,7 +103,7 @@ class Verification:
     def __str__(self) -> str:
         total, wrong = len(self.differences), self.wrong
         verdict = f"all {total} as in the uncut model" if self.ok else f"{len(wrong)} of {total} differ"
-        shown = self.differences[:ROWS] if self.ok else wrong[:WRONG_ROWS]
+        shown = self.differences[:ROWS] if self.ok else wrong[:_WRONG_ROWS]
         left = (total if self.ok else len(wrong)) - len(shown)
         return "\n".join(
             [
@@ -134,8 +134,8 @@ def _number(difference: Difference) -> str:
 
 
 def _table(differences: Sequence[Difference]) -> list[str]:
-    rows = [HEAD, *map(_cells, differences)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    rows = [_HEAD, *map(_cells, differences)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = []
     for row, difference in zip(rows, (None, *differences), strict=True):
         left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]

@@ -146,7 +146,7 @@ class Holding:
     parameter: Tensor
 
 
-def parameter_names(model: nn.Module) -> dict[str, str]:
+def _parameter_names(model: nn.Module) -> dict[str, str]:
     """All names of parameters, each with the first name of the same parameter: tied ones have several."""
     first: dict[int, str] = {}
     return {
@@ -198,7 +198,7 @@ class _Matcher:
     def __init__(self, model: nn.Module, names: Naming | None) -> None:
         self.kind = type(model).__name__
         self.names = names
-        self.canonical = parameter_names(model)
+        self.canonical = _parameter_names(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.by_identity = {id(parameter): self.canonical[name] for name, parameter in self.parameters.items()}
         self.faults: list[str] = []

@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class _Circumstances:
     """All that notes may be about."""
 
     subject: Subject
@@ -37,7 +37,7 @@ class Circumstances:
     scales_gradients: bool
 
 
-def notes_on(case: Circumstances, *, is_wrong: bool) -> tuple[str, ...]:
+def _notes_on(case: _Circumstances, *, is_wrong: bool) -> tuple[str, ...]:
     """What to know of a verification."""
     reasons = [*_reasons_to_differ(case), *(_sum_of_losses(case) if is_wrong else ())]
     if is_wrong and not reasons and case.subject.plan.microbatches > 1 and not case.subject.is_distributed:
@@ -48,7 +48,7 @@ def notes_on(case: Circumstances, *, is_wrong: bool) -> tuple[str, ...]:
     return *reasons, *_left_out(case)
 
 
-def _reasons_to_differ(case: Circumstances) -> Iterator[str]:
+def _reasons_to_differ(case: _Circumstances) -> Iterator[str]:
     """Why cut and uncut may differ although both are right."""
     count, is_distributed = case.subject.plan.microbatches, case.subject.is_distributed
     if case.is_random and (count > 1 or is_distributed):
@@ -59,12 +59,12 @@ def _reasons_to_differ(case: Circumstances) -> Iterator[str]:
     normalising = [name for name, part in case.model.named_modules() if isinstance(part, _BatchNorm) and part.training]
     if normalising and count > 1:
         yield (
-            f"{listed(normalising)} normalise by the batch, and have {count} microbatches instead of it: call eval() "
+            f"{_listed(normalising)} normalise by the batch, and have {count} microbatches instead of it: call eval() "
             "on the model and on the stages, or pass n_microbatches=1"
         )
 
 
-def _sum_of_losses(case: Circumstances) -> Iterator[str]:
+def _sum_of_losses(case: _Circumstances) -> Iterator[str]:
     count, cut, uncut = case.subject.plan.microbatches, case.cut.loss, case.uncut.loss
     if case.scales_gradients and count > 1 and cut and uncut and abs(uncut / cut / count - 1) < 0.1:
         yield (
@@ -73,17 +73,17 @@ def _sum_of_losses(case: Circumstances) -> Iterator[str]:
         )
 
 
-def _left_out(case: Circumstances) -> Iterator[str]:
+def _left_out(case: _Circumstances) -> Iterator[str]:
     if case.uncut.loss is None:
         yield "without a loss_fn the backward pass is not compared"
     if case.uncut.updated and case.subject.plan.microbatches > 1:
-        yield f"buffers that are updated once a microbatch are not compared: {listed(case.uncut.updated)}"
+        yield f"buffers that are updated once a microbatch are not compared: {_listed(case.uncut.updated)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first few names.
 
-    >>> listed(["a", "b", "c", "d", "e"])
+    >>> _listed(["a", "b", "c", "d", "e"])
     "'a', 'b', 'c' and 2 more"
     """
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
@@ -156,8 +156,8 @@ def verify(
     finally:
         kept.restore()
     differences = by_badness(conclusions(gathered(evidence, subject), uncut, tolerance))
-    case = Circumstances(subject, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
-    notes = notes_on(case, is_wrong=any(not difference.ok for difference in differences))
+    case = _Circumstances(subject, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
+    notes = _notes_on(case, is_wrong=any(not difference.ok for difference in differences))
     verification = Verification(_title(model, subject), differences, notes, str(tolerance))
     if check:
         verification.raise_if_wrong()

@@ -51,7 +51,7 @@ class Slow(nn.Module):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "SECONDS", 0.02)
+    monkeypatch.setattr(rehearsal, "_SECONDS", 0.02)
 
 
 def slow_model() -> nn.Sequential:

@@ -78,7 +78,7 @@ def test_what_the_forward_of_the_model_decided() -> None:
 @pytest.mark.parametrize("microbatch", [[1, 4], 1])
 def test_measured_stages_that_fail(monkeypatch: pytest.MonkeyPatch, microbatch: Any) -> None:
     """What a run on stand-ins did not show is seen when the stages run."""
-    monkeypatch.setattr(rehearsal, "SECONDS", 0.01)
+    monkeypatch.setattr(rehearsal, "_SECONDS", 0.01)
     monkeypatch.setattr(prepared, "refused_sizes", lambda *given: {})
     options: dict[str, Any] = {"cost": "measured", "microbatch": microbatch, "machine": None}
     if microbatch == 1:

@@ -125,7 +125,7 @@ def test_equal_blocks_are_measured_once_in_each_pass(monkeypatch: pytest.MonkeyP
         calls.append(module)
         return [(float(len(calls)), 0.0, 0.0)]
 
-    monkeypatch.setattr(stage_times, "some_runs", pretend)
+    monkeypatch.setattr(stage_times, "_some_runs", pretend)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 2)), torch.ones(4, 8)
     chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
     assert len(calls) == 3 * stage_times.PASSES == 9
@@ -142,7 +142,7 @@ def test_a_cut_is_corrected_by_what_its_stages_took(monkeypatch: pytest.MonkeyPa
         alone = len(names) == 1
         return [(float(sum(1 if alone else lengths[name] for name in names)), 0.0, 0.0)]
 
-    monkeypatch.setattr(stage_times, "some_runs", pretend)
+    monkeypatch.setattr(stage_times, "_some_runs", pretend)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.ones(4, 8)
     chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
     assert {times.forward for times in chain.times} == {1.0}

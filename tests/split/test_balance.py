@@ -301,7 +301,7 @@ def test_fifty_thousand_blocks_into_64_stages() -> None:
 
 
 def test_few_places_keep_the_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preferred, "MOST_PLACES", 2)
+    monkeypatch.setattr(preferred, "_MOST_PLACES", 2)
     blocks = Blocks(times=(1.0,) * 20 + (30.0,), prices=tuple(float(place % 3) for place in range(20)))
     found = balance(blocks, 4)
     assert found.bottleneck == 30.0

@@ -25,11 +25,11 @@ torch.library.define(
     "(Tensor[] inputs, Tensor[] state, Tensor(a!)[] written, str label) -> Tensor[]",
 )
 
-EAGER_CALL: Callable[..., list[torch.Tensor]] = torch.ops.pipecut.eager_call.default
+_EAGER_CALL: Callable[..., list[torch.Tensor]] = torch.ops.pipecut.eager_call.default
 
 
 @dataclass(frozen=True)
-class NewTensor:
+class _NewTensor:
     """A tensor that a call is to return; a size of None depends on the data.
 
     `order` are its dims as they lie in memory.
@@ -41,7 +41,7 @@ class NewTensor:
     device: torch.device
 
 
-_TO_MAKE: list[Sequence[NewTensor]] = []
+_TO_MAKE: list[Sequence[_NewTensor]] = []
 
 
 @torch.library.register_fake("pipecut::eager_call")  # type: ignore[untyped-decorator]
@@ -50,22 +50,22 @@ def _stand_ins(*_: Any) -> list[torch.Tensor]:
     return [_empty(new, [new_size() if size is None else size for size in new.shape]) for new in _TO_MAKE[-1]]
 
 
-def _empty(new: NewTensor, shape: list[Any]) -> torch.Tensor:
+def _empty(new: _NewTensor, shape: list[Any]) -> torch.Tensor:
     lying = torch.empty([shape[dim] for dim in new.order], dtype=new.dtype, device=new.device)
     return lying.permute([new.order.index(dim) for dim in range(len(shape))])
 
 
-def record_call(
+def _record_call(
     inputs: Sequence[torch.Tensor],
     state: Sequence[torch.Tensor],
     written: Sequence[torch.Tensor],
     label: str,
-    results: Sequence[NewTensor],
+    results: Sequence[_NewTensor],
 ) -> list[torch.Tensor]:
     """Put one step into the trace that goes on; its results are tensors of the tracer."""
     _TO_MAKE.append(results)
     try:
-        return list(EAGER_CALL(list(inputs), list(state), list(written), label))
+        return list(_EAGER_CALL(list(inputs), list(state), list(written), label))
     finally:
         _TO_MAKE.pop()
 
@@ -140,7 +140,7 @@ class EagerModules:
         written = [tensors[at] for at in call.written_arguments]
         written += [self._model.get_buffer(name) for name in call.written_buffers]
         label = path if number == 0 else f"{path}#{number}"
-        made = iter(record_call(tensors, state, written, label, [results.new(leaf) for leaf in fresh]))
+        made = iter(_record_call(tensors, state, written, label, [results.new(leaf) for leaf in fresh]))
         leaves = [
             results.size(position)
             if not isinstance(leaf, ObservedTensor)
@@ -190,9 +190,9 @@ class _Results:
         shape, stride, offset = self._views[leaf]
         return leaf.state is None and (leaf.argument is None or None in (*shape, *stride, offset))
 
-    def new(self, leaf: ObservedTensor) -> NewTensor:
+    def new(self, leaf: ObservedTensor) -> _NewTensor:
         order = tuple(sorted(range(len(leaf.stride)), key=lambda dim: -leaf.stride[dim]))
-        return NewTensor(tuple(self._views[leaf][0]), order, leaf.dtype, leaf.device)
+        return _NewTensor(tuple(self._views[leaf][0]), order, leaf.dtype, leaf.device)
 
     def view(self, leaf: ObservedTensor) -> Tensor:
         """A result that shares the memory of an argument."""

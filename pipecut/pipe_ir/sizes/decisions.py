@@ -36,7 +36,7 @@ _SHAPE_BY_ARITHMETIC = {
 }  # fmt: skip
 
 
-def is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
+def _is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
     """Whether what is asked now is such a question, and was answered as for any size but 0 and 1."""
     return _is_general(expr, answer) and _is_asked_by_torch(_says_unequal(expr, answer))
 
@@ -114,7 +114,7 @@ class SizeDecisions:
 
     def _note(self, expr: Any, answer: Any, span: OpenSpan) -> None:
         spans = self.made.get((expr, answer), {})
-        if id(span) not in spans and not is_about_layout(expr, answer):
+        if id(span) not in spans and not _is_about_layout(expr, answer):
             self.made[expr, answer] = {**spans, id(span): span}
             self.lines[expr, answer, id(span)] = user_line()
 

@@ -14,8 +14,8 @@ import torch
 from ...errors import InputError
 
 # What a user writes for one input: names by dim, the dims without names, or the names of all dims in order.
-DimNames: TypeAlias = Mapping[int, str | None] | Sequence[int] | Sequence[str | int | None]
-Dynamic: TypeAlias = Mapping[str, DimNames]
+_DimNames: TypeAlias = Mapping[int, str | None] | Sequence[int] | Sequence[str | int | None]
+Dynamic: TypeAlias = Mapping[str, _DimNames]
 Place = tuple[int, int]  # the nth tensor of a call, and a dim of it
 
 # Sizes are variables of the generated code: these names mean something else there.

@@ -16,7 +16,7 @@ from torch.fx import Node
 from ..tracing.operators import operator_name
 from ..tracing.seen import SeenNode
 
-Hints = Mapping[sympy.Symbol, int]
+_Hints = Mapping[sympy.Symbol, int]
 
 # Operations that leave row i of dim 0 what row i was, as long as there are as many rows after as before.
 _SAME_ROWS = {
@@ -42,7 +42,7 @@ _EVERYTHING = (0, 2**63 - 1)  # numbers[:, None] begins with numbers[0:...]
 
 
 def same_sizes(
-    nodes: Sequence[SeenNode], inputs: Sequence[Node], hints: Hints, names: Mapping[sympy.Symbol, str]
+    nodes: Sequence[SeenNode], inputs: Sequence[Node], hints: _Hints, names: Mapping[sympy.Symbol, str]
 ) -> dict[sympy.Symbol, sympy.Symbol]:
     """Symbols that are to be replaced by others: those of inputs that are read row by row, or not at all.
 
@@ -65,7 +65,7 @@ def same_sizes(
 def _of_unused(
     nodes: Sequence[SeenNode],
     inputs: Sequence[Node],
-    hints: Hints,
+    hints: _Hints,
     merged: Mapping[sympy.Symbol, sympy.Symbol],
 ) -> dict[sympy.Symbol, sympy.Symbol]:
     """An input that nobody reads is taken to be a part of the batch, if it has as many rows."""
@@ -140,11 +140,13 @@ def _symbol(size: Any) -> sympy.Symbol | None:
 # MERGED: Of `batch*seq == rows*seq` torch keeps the equation, and of `seq <= length`, `length <= seq` both halves.
 
 
-Resolve = Callable[[Any], Any]
+_Resolve = Callable[[Any], Any]
 Decision = tuple[sympy.Basic, Any]  # what was asked, and the answer
 
 
-def implied_equalities(decisions: Iterable[Decision], resolved: Resolve) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+def implied_equalities(
+    decisions: Iterable[Decision], resolved: _Resolve
+) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
     """Pairs of symbols that stand for one size."""
     at_most: set[sympy.Basic] = set()
     for decision in decisions:
@@ -155,7 +157,7 @@ def implied_equalities(decisions: Iterable[Decision], resolved: Resolve) -> Iter
 
 
 def related(
-    symbol: sympy.Symbol, others: Iterable[sympy.Symbol], decisions: Iterable[Decision], resolved: Resolve
+    symbol: sympy.Symbol, others: Iterable[sympy.Symbol], decisions: Iterable[Decision], resolved: _Resolve
 ) -> sympy.Symbol | None:
     """The first of the other symbols that the code has compared this one with."""
     compared = [
@@ -167,7 +169,7 @@ def related(
     return next((other for other in others if any(other in symbols for symbols in compared)), None)
 
 
-def _differences(decision: Decision, resolved: Resolve) -> Iterator[tuple[sympy.Basic, bool]]:
+def _differences(decision: Decision, resolved: _Resolve) -> Iterator[tuple[sympy.Basic, bool]]:
     """A decision as `difference <= 0`, or `difference == 0`; nothing for what says neither."""
     expr, answer = decision
     if not isinstance(expr, sympy.core.relational.Relational):

@@ -16,7 +16,7 @@ from ..tracing.recorder import Recorder
 from .dynamic import DynamicDims, Place
 from .symbols import Symbols
 
-Sizes = Mapping[sympy.Basic, int]
+_Sizes = Mapping[sympy.Basic, int]
 _FARTHEST = 2048  # how far allowed sizes are looked for: a message has to come soon
 
 
@@ -38,45 +38,45 @@ def size_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
         for place, expected, size in places
         if expected.free_symbols <= sizes.keys() and int(expected.subs(sizes)) != size
     ]
-    return unequal or broken_conditions(call.conditions, sizes)
+    return unequal or _broken_conditions(call.conditions, sizes)
 
 
 def _others(first: Mapping[sympy.Basic, tuple[str, int]], expected: sympy.Basic) -> str:
     return " and ".join(f"{first[symbol][0]} has {first[symbol][1]}" for symbol in _sorted(expected.free_symbols))
 
 
-def broken_conditions(conditions: Sequence[Condition], sizes: Sizes) -> list[str]:
+def _broken_conditions(conditions: Sequence[Condition], sizes: _Sizes) -> list[str]:
     """The conditions that do not hold for these sizes, in words.
 
     >>> seq = sympy.Symbol("seq", integer=True, positive=True)
     >>> conditions = [Condition(seq > 2, "model.py:7", 0), Condition(sympy.Eq(sympy.Min(64, seq), seq), "", 0)]
-    >>> print(*broken_conditions(conditions, {seq: 65}))
+    >>> print(*_broken_conditions(conditions, {seq: 65}))
     seq = 65: the model's code found Min(64, seq) == seq in the example, and the trace holds for that only (allowed: \
 seq from 3 to 64); for other sizes call pipeline() with an example of that size
     """
     return [_broken(condition, conditions, sizes) for condition in conditions if not _holds(condition, sizes)]
 
 
-def _holds(condition: Condition, sizes: Sizes) -> bool:
+def _holds(condition: Condition, sizes: _Sizes) -> bool:
     return bool(condition.holds.subs(sizes) != sympy.false)
 
 
-def _broken(condition: Condition, conditions: Sequence[Condition], sizes: Sizes) -> str:
+def _broken(condition: Condition, conditions: Sequence[Condition], sizes: _Sizes) -> str:
     symbols = _sorted(condition.holds.free_symbols)
     here = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in symbols)
     where = f" (at {condition.source})" if condition.source else ""
-    allowed = allowed_sizes(symbols[0], conditions, sizes[symbols[0]]) if len(symbols) == 1 else str(condition)
+    allowed = _allowed_sizes(symbols[0], conditions, sizes[symbols[0]]) if len(symbols) == 1 else str(condition)
     return (
         f"{here}: the model's code found {condition} in the example{where}, and the trace holds for that only "
         f"(allowed: {allowed}); for other sizes call pipeline() with an example of that size"
     )
 
 
-def allowed_sizes(symbol: sympy.Basic, conditions: Iterable[Condition], given: int) -> str:
+def _allowed_sizes(symbol: sympy.Basic, conditions: Iterable[Condition], given: int) -> str:
     """The sizes for which all conditions on one size alone hold: `seq from 3 to 64`.
 
     >>> seq = sympy.Symbol("seq", integer=True, positive=True)
-    >>> allowed_sizes(seq, [Condition(sympy.Eq(seq % 8, 0), "", 0), Condition(seq > 8, "", 0)], 1)
+    >>> _allowed_sizes(seq, [Condition(sympy.Eq(seq % 8, 0), "", 0), Condition(seq > 8, "", 0)], 1)
     'seq = 16, 24, 32 and so on, by 8'
     """
     alone = {condition.holds: condition for condition in conditions if condition.holds.free_symbols == {symbol}}

@@ -13,7 +13,7 @@ from ..spec import Dim, TensorSpec
 from .dynamic import NOTHING_ASKED, DynamicDims, Place
 from .equal import Decision, implied_equalities, related
 
-EMPTY: Mapping[sympy.Symbol, sympy.Basic] = {}
+_EMPTY: Mapping[sympy.Symbol, sympy.Basic] = {}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -28,7 +28,7 @@ class Symbols:
     def __init__(
         self,
         inputs: Sequence[tuple[str, torch.Tensor]],
-        same: Mapping[sympy.Symbol, sympy.Basic] = EMPTY,
+        same: Mapping[sympy.Symbol, sympy.Basic] = _EMPTY,
         asked: DynamicDims = NOTHING_ASKED,
         shapes: Sequence[Sequence[int]] = (),
         decisions: Iterable[Decision] = (),

@@ -33,7 +33,7 @@ class _Draft:
     requires_grad: bool
 
 
-class Drafts:
+class _Drafts:
     """Steps, one for each node that stands for a value; `index` says which, `numbers` has the nodes that are sizes.
 
     `state` are the names of parameters and buffers by their nodes; those of `reached` were met past the traced copy.
@@ -262,7 +262,7 @@ class _Freezer:
         )
         self.device = _device(model, example)
         input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
-        self.drafts = Drafts(model, run, self.symbols, input_names, self.device)
+        self.drafts = _Drafts(model, run, self.symbols, input_names, self.device)
         self.span_ticks: dict[int, tuple[int, int]] = {}
         self.span_contexts: dict[int, Context] = {}
 

@@ -87,7 +87,7 @@ def intercepted_checkpoints(on_checkpoint: Callable[..., Iterator[None]]) -> Ite
 
 
 # Where each thing is done, and what to call it.
-FORGOTTEN: tuple[tuple[Any, str, str], ...] = (
+_FORGOTTEN: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_hook", "Tensor.register_hook()"),
     (torch.inference_mode, "__enter__", "torch.inference_mode()"),
     (torch.autograd.graph.saved_tensors_hooks, "__enter__", "torch.autograd.graph.saved_tensors_hooks"),
@@ -106,7 +106,7 @@ _CONTEXTS = (torch.autograd.graph.saved_tensors_hooks,)
 def watched(note: Callable[[str], None]) -> Iterator[None]:
     """Call `note` with the name of each such thing that is done inside."""
     with contextlib.ExitStack() as stack:
-        for owner, attribute, name in FORGOTTEN:
+        for owner, attribute, name in _FORGOTTEN:
             stack.enter_context(patch.object(owner, attribute, _noting(getattr(owner, attribute), name, note)))
         yield
 

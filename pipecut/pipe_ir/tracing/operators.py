@@ -12,7 +12,7 @@ from torch.amp import autocast_mode
 from ..traced import Autocast, Context
 
 # Operations that update running statistics although their schemas do not say so: positions of the arguments.
-SILENT_WRITES = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
+_SILENT_WRITES = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 
 # Operations that may hand back their first argument as it is (in evaluation mode), though a trace shows a new tensor.
 PASS_THROUGH = frozenset(
@@ -29,7 +29,7 @@ WITHOUT_GRADIENT = frozenset(
 )
 
 # Checks that the tracer adds; what they check holds by construction of the stages.
-CHECKS = frozenset(
+_CHECKS = frozenset(
     f"aten::{name}"
     for name in "_assert_scalar _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size".split()
 )
@@ -46,7 +46,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     """The arguments that the operation writes to."""
     if not isinstance(target, torch._ops.OpOverload):
         return []
-    silent = [args[position] for position in SILENT_WRITES.get(operator_name(target), ()) if position < len(args)]
+    silent = [args[position] for position in _SILENT_WRITES.get(operator_name(target), ()) if position < len(args)]
     declared = [
         args[position] if position < len(args) else kwargs.get(argument.name)
         for position, argument in enumerate(target._schema.arguments)
@@ -91,5 +91,5 @@ class Modes:
             self.context = replace(context, vmap=context.vmap - 1)
             return False
         else:
-            return operator_name(target) in CHECKS
+            return operator_name(target) in _CHECKS
         return True

@@ -172,17 +172,17 @@ def silence_hooks(model: nn.Module, live: set[str]) -> None:
         if path in live:
             continue
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if not is_part_of_the_forward(hook)]:
+            for key in [key for key, hook in hooks.items() if not _is_part_of_the_forward(hook)]:
                 del hooks[key]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks of the user's."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not is_part_of_the_forward(hook) for hook in hooks)
+    return any(not _is_part_of_the_forward(hook) for hook in hooks)
 
 
-def is_part_of_the_forward(hook: object) -> bool:
+def _is_part_of_the_forward(hook: object) -> bool:
     """torch's own weight_norm, spectral_norm and pruning compute the weights of a module in a hook."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.startswith("torch.nn.utils")

@@ -15,12 +15,12 @@ from ..failure import is_about_connection
 from .base import Meta
 
 # Of a pair of ranks. More would only hold memory: a plan never needs a send to be buffered.
-PENDING_SENDS = 16
-ANY = -1  # one of the ranks that a message goes to
-PENDING_BYTES = 32 * 1024 * 1024
+_PENDING_SENDS = 16
+_ANY = -1  # one of the ranks that a message goes to
+_PENDING_BYTES = 32 * 1024 * 1024
 # NCCL is not among them: what a pair of ranks sends and receives is one queue, in which each waits for those before it.
 # A proven plan has its messages in an order in which that never is a circle.
-TAKES_ANY_ORDER = ("gloo", "mpi", "ucc")
+_TAKES_ANY_ORDER = ("gloo", "mpi", "ucc")
 
 
 class DistributedTransport:
@@ -31,7 +31,7 @@ class DistributedTransport:
         self.device = device
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
-        self.receives_ahead = _backend(group, device) in TAKES_ANY_ORDER
+        self.receives_ahead = _backend(group, device) in _TAKES_ANY_ORDER
         self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._sizes: dict[int, int] = {}
 
@@ -40,21 +40,21 @@ class DistributedTransport:
         size = self._sizes.get(peer, 0)
         for tensor in tensors:
             value = tensor.detach()
-            with connection_to(peer):
+            with _connection_to(peer):
                 work = dist.isend(value, group=self.group, group_dst=peer)
             assert work is not None  # this rank is in the group
             pending.append((work, value))
             size += value.nbytes
-        while len(pending) > PENDING_SENDS or (size > PENDING_BYTES and len(pending) > 1):
+        while len(pending) > _PENDING_SENDS or (size > _PENDING_BYTES and len(pending) > 1):
             work, value = pending.popleft()
-            with connection_to(peer):
+            with _connection_to(peer):
                 work.wait()
             size -= value.nbytes
         self._sizes[peer] = size
 
     def receive(self, peer: int, metas: Sequence[Meta]) -> _Posted:
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in metas]
-        with connection_to(peer):
+        with _connection_to(peer):
             works = [dist.irecv(tensor, group=self.group, group_src=peer) for tensor in tensors]
         return _Posted(peer, works, tensors)
 
@@ -63,14 +63,14 @@ class DistributedTransport:
             assert numbers is not None
             return numbers
         shared = torch.tensor(numbers if numbers is not None else [0] * count, dtype=torch.int64, device=self.device)
-        with connection_to(source if source != self.rank else ANY):
+        with _connection_to(source if source != self.rank else _ANY):
             dist.broadcast(shared, group=self.group, group_src=source)
         return shared.tolist()
 
     def finish(self) -> None:
         for peer, pending in self._sent.items():
             while pending:
-                with connection_to(peer):
+                with _connection_to(peer):
                     pending.popleft()[0].wait()
         self._sizes.clear()
 
@@ -88,12 +88,12 @@ class _Posted:
         works, self.works = self.works, []
         for work in works:
             assert work is not None  # this rank is in the group
-            with connection_to(self.peer):
+            with _connection_to(self.peer):
                 work.wait()
         return self.tensors
 
 
-class connection_to:  # noqa: N801 - reads like a function; a generator would cost more than the call that it guards
+class _connection_to:  # noqa: N801 - reads like a function; a generator would cost more than the call that it guards
     """Turn a broken connection into an error that names the other rank."""
 
     def __init__(self, peer: int) -> None:

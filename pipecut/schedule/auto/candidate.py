@@ -12,7 +12,7 @@ from ..report import Report
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Excess, Problem, Row
 from .timing import Clock, Timing
 
-Merit = tuple[float, float]
+_Merit = tuple[float, float]
 OBJECTIVES = ("span", "makespan")
 
 
@@ -25,7 +25,7 @@ class Candidate:
     rows: Sequence[Row]
     timing: Timing
 
-    def merit(self, objective: str) -> Merit:
+    def merit(self, objective: str) -> _Merit:
         """The less the better: the time that is asked for, then the other one."""
         return merit(self.timing, objective)
 
@@ -43,7 +43,7 @@ def accepted(name: str, clock: Clock, rows: Sequence[Row]) -> Candidate | None:
     return Candidate(name, problem, rows, timing)
 
 
-def merit(timing: Timing, objective: str) -> Merit:
+def merit(timing: Timing, objective: str) -> _Merit:
     """The time that is asked for, then the other one; rounded, so that sums in another order compare equal."""
     times = timing.span, timing.makespan
     first, second = times if objective == "span" else reversed(times)
@@ -101,7 +101,7 @@ class FoundPlan:
 # MERGED: The schedules that have a name, as candidates, and the simplest one.
 
 
-ONE_AT_A_TIME = "one microbatch at a time"
+_ONE_AT_A_TIME = "one microbatch at a time"
 
 
 def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | str]]:
@@ -128,7 +128,7 @@ def _rows(problem: Problem) -> Iterator[tuple[str, list[Row] | str]]:
                 continue
             if plan.placement == placement and plan.training:
                 yield name, [problem.row_of(actions) for actions in plan.actions]
-    yield ONE_AT_A_TIME, [_one_at_a_time(problem, stages) for stages in placement.stages_of]
+    yield _ONE_AT_A_TIME, [_one_at_a_time(problem, stages) for stages in placement.stages_of]
 
 
 def _one_at_a_time(problem: Problem, stages: tuple[int, ...]) -> Row:

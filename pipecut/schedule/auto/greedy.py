@@ -34,7 +34,7 @@ class Rules:
     joined: bool = False  # every backward in one
 
 
-def reserves(problem: Problem) -> list[list[float]]:
+def _reserves(problem: Problem) -> list[list[float]]:
     """By rank, and by how many forwards of a microbatch are done there: what the rest of it needs at least.
 
     That is with full backwards, which every backward can be if there is no room between its halves.
@@ -55,7 +55,7 @@ def reserves(problem: Problem) -> list[list[float]]:
     return table
 
 
-def draft(problem: Problem, rules: Rules) -> tuple[Row, ...]:
+def _draft(problem: Problem, rules: Rules) -> tuple[Row, ...]:
     """The rows that the rules lead to; passes are missing where the limits block them."""
     return _Drafting(problem, rules).run()
 
@@ -68,7 +68,7 @@ class _Drafting:
         self.rank_of, self.stages_of = problem.placement.rank_of, problem.placement.stages_of
         self.count, self.last = problem.microbatches, problem.stages - 1
         self.backward = FULL if rules.joined else INPUT
-        self.reserve = reserves(problem)
+        self.reserve = _reserves(problem)
         # Arrivals in the order of microbatches, which every stage keeps.
         self.forwards: list[list[float]] = [[] for _ in range(problem.stages)]
         self.inputs: list[list[float]] = [[] for _ in range(problem.stages)]
@@ -221,20 +221,20 @@ class _Drafting:
 
 # How many microbatches are in flight at a stage: so many times those that fill its way to the last stage and back,
 # and some more. (1, 0) is that of 1F1B, (2, -1) that of ZB-H2.
-DEPTHS = ((1.0, 0), (2.0, -1), (2.0, 0), (0.75, 1), (1.5, 0), (1.25, 0), (1.0, 1), (3.0, 0), (0.5, 1), (1e9, 0))
-UNLIMITED = 1 << 30
-LEAST = 6  # rules that are tried whatever the budget
+_DEPTHS = ((1.0, 0), (2.0, -1), (2.0, 0), (0.75, 1), (1.5, 0), (1.25, 0), (1.0, 1), (3.0, 0), (0.5, 1), (1e9, 0))
+_UNLIMITED = 1 << 30
+_LEAST = 6  # rules that are tried whatever the budget
 
 
 def drafted(clock: Clock, objective: str, bound: float, budget: Budget, part: float) -> list[tuple[Rules, Candidate]]:
     """The candidates of the grid, the best first: as many as the budget allows, or until the bound is reached."""
     problem = clock.problem
-    count = max(LEAST, budget.drafts(problem.passes, part))
+    count = max(_LEAST, budget.drafts(problem.passes, part))
     found: list[tuple[Rules, Candidate]] = []
     for rules, _ in zip(_grid(problem), range(count), strict=False):
         if budget.is_over():
             break
-        made = accepted("rules", clock, draft(problem, rules))
+        made = accepted("rules", clock, _draft(problem, rules))
         if made is None:
             continue
         found.append((rules, made))
@@ -260,7 +260,7 @@ def tuned(
         if budget.is_over() or best.merit(objective)[0] <= goal:
             break
         changed = _changed(rules, random)
-        made = accepted("tuned rules", clock, draft(problem, changed))
+        made = accepted("tuned rules", clock, _draft(problem, changed))
         if made is not None and made.merit(objective) <= best.merit(objective):
             rules, best = changed, made
     return best
@@ -272,10 +272,10 @@ def _grid(problem: Problem) -> Iterator[Rules]:
     styles = list(product(several, several, (0.0, 1.0), (False, True)))
     ways = [False, True] if _joining_pays(problem) else [False]
     for deep_forwards, deep_inputs, patience, beyond in styles:
-        for joined, (scale, more) in product(ways, DEPTHS):
+        for joined, (scale, more) in product(ways, _DEPTHS):
             yield Rules(
                 depth=tuple(float(max(1, int(scale * trip + more + 1e-6))) for trip in shape),
-                delay=(UNLIMITED,) * problem.ranks,
+                delay=(_UNLIMITED,) * problem.ranks,
                 beyond=beyond,
                 patience=1 - patience,
                 deep_forwards=deep_forwards,
@@ -313,6 +313,6 @@ def _changed(rules: Rules, random: Random) -> Rules:
         depth[stage] = max(1.0, depth[stage] + step)
     if random.random() < 0.25:
         rank = random.randrange(len(delay))
-        delay[rank] = random.choice((0, 1, rank, 2 * rank, UNLIMITED))
+        delay[rank] = random.choice((0, 1, rank, 2 * rank, _UNLIMITED))
         depth = list(rules.depth)
     return replace(rules, depth=tuple(depth), delay=tuple(delay))

@@ -8,8 +8,8 @@ from .candidate import Candidate, accepted, merit
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Budget, Clock, Place, Timing, critical_places
 
-LATE = 30  # a change is kept if it is no worse than what there was so many changes before
-AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
+_LATE = 30  # a change is kept if it is no worse than what there was so many changes before
+_AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
 
 
 def moved(
@@ -33,7 +33,7 @@ class _Moving:
         timing = self.clock.times(self.rows, self.starts)
         assert timing is not None
         now = self._cost(timing)
-        history = [now] * LATE
+        history = [now] * _LATE
         goal = bound * (1 + 1e-9)
         for number in range(budget.timings(self.problem.passes, part)):
             if budget.is_over() or self.best.merit(self.objective)[0] <= goal:
@@ -45,13 +45,13 @@ class _Moving:
             row = self.rows[rank]
             row.insert(goes, row.pop(came))
             new = self._timed(rank)
-            if new is None or (self._cost(new) > history[number % LATE] and self._cost(new) > now):
+            if new is None or (self._cost(new) > history[number % _LATE] and self._cost(new) > now):
                 row.insert(came, row.pop(goes))
                 continue
             timing, now = new, self._cost(new)
             self.clock.times(self.rows, self.starts)
             self.critical = None
-            history[number % LATE] = now
+            history[number % _LATE] = now
             if merit(timing, self.objective) < self.best.merit(self.objective):
                 made = accepted("moved passes", self.clock, [list(each) for each in self.rows])
                 self.best = made or self.best
@@ -106,7 +106,7 @@ class _Moving:
         place = self.random.choice(gaps)
         options = []
         seen = {row[place]}
-        for later in range(place + 1, min(len(row), place + AHEAD)):
+        for later in range(place + 1, min(len(row), place + _AHEAD)):
             number = row[later]
             if not self._follows(number, seen):
                 options.append(later)
@@ -118,7 +118,7 @@ class _Moving:
         row = self.rows[rank]
         number = row[came]
         far = came
-        for place in range(came + 1, min(len(row), came + AHEAD)):
+        for place in range(came + 1, min(len(row), came + _AHEAD)):
             if self._follows(row[place], {number}):
                 break
             far = place

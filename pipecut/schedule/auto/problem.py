@@ -23,7 +23,7 @@ from ..rules import Dataflow
 
 
 MemoryLimit = float | Sequence[float] | None
-TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
+_TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
 
 
 def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
@@ -41,9 +41,9 @@ def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
     return tuple(amount(f"memory_limit[{rank}]", each, endless=True) for rank, each in enumerate(memory_limit))
 
 
-def ceiling(limit: float) -> float:
+def _ceiling(limit: float) -> float:
     """What counts as within a limit."""
-    return limit + TOLERANCE * limit
+    return limit + _TOLERANCE * limit
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _rounded_up(value: float) -> float:
     (8589940000.0, 0.3)
     """
     near = float(f"{value:.6g}")
-    if value <= ceiling(near):
+    if value <= _ceiling(near):
         return near
     return float(Context(prec=6, rounding=ROUND_CEILING).plus(Decimal(value)))
 
@@ -140,7 +140,7 @@ class Problem:
     @cached_property
     def ceilings(self) -> tuple[float, ...]:
         """By rank: what counts as within its limit."""
-        return tuple(map(ceiling, self.limits))
+        return tuple(map(_ceiling, self.limits))
 
     def has_all_passes(self, rows: Iterable[Row]) -> bool:
         """Whether nothing is missing in rows without repetitions. A full backward stands for both halves."""
@@ -206,8 +206,8 @@ def _travel(placement: Placement, costs: Costs, send: Op, stage: int, other: int
 # MERGED: Which placements and numbers of microbatches are searched.
 
 
-PLACEMENTS = ("loop", "v", "any")
-CHUNKS = {"loop": (1, 2), "v": (2,)}  # that are tried if nothing is said
+_PLACEMENTS = ("loop", "v", "any")
+_CHUNKS = {"loop": (1, 2), "v": (2,)}  # that are tried if nothing is said
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,8 +229,8 @@ def arrangements(
 ) -> list[Arrangement]:
     """All that are allowed, in the order in which they are tried."""
     positive(ranks=ranks)
-    if placement not in PLACEMENTS:
-        raise PlanError(f"placement={placement!r}: give one of {', '.join(map(repr, PLACEMENTS))}.")
+    if placement not in _PLACEMENTS:
+        raise PlanError(f"placement={placement!r}: give one of {', '.join(map(repr, _PLACEMENTS))}.")
     if not isinstance(costs, Costs):
         raise PlanError(f"costs={costs!r}: give Costs, as in Costs(forward=18.5, transfer=0.6).")
     counts = list(microbatches) if isinstance(microbatches, Sequence) else [microbatches]
@@ -244,7 +244,7 @@ def arrangements(
         Arrangement(shape, number, getattr(Placement, shape)(ranks, number), count, _scaled(costs, counts[0] / count))
         for count in dict.fromkeys(counts)
         for shape in shapes
-        for number in (CHUNKS[shape] if chunks is None else (chunks,))
+        for number in (_CHUNKS[shape] if chunks is None else (chunks,))
         if shape == "loop" or number > 1 or placement == "v"
     ]
 

@@ -20,14 +20,14 @@ from .timing import Budget, Clock
 
 
 @dataclass(frozen=True)
-class Putting:
+class _Putting:
     """When weight gradients run, by rank."""
 
     patience: tuple[float, ...]  # the part of one by which it may keep the next pass waiting
     delay: tuple[int, ...]  # how many may wait
 
 
-def refitted(clock: Clock, rows: Sequence[Row], putting: Putting) -> tuple[Row, ...]:
+def _refitted(clock: Clock, rows: Sequence[Row], putting: _Putting) -> tuple[Row, ...]:
     """Rows of forwards and input gradients, with the weight gradients put in. Passes are missing if a rank is stuck."""
     return _Refitting(clock, rows, putting).run()
 
@@ -35,7 +35,7 @@ def refitted(clock: Clock, rows: Sequence[Row], putting: Putting) -> tuple[Row, 
 class _Refitting:
     """The state of all ranks at one moment."""
 
-    def __init__(self, clock: Clock, rows: Sequence[Row], putting: Putting) -> None:
+    def __init__(self, clock: Clock, rows: Sequence[Row], putting: _Putting) -> None:
         self.clock, self.problem, self.putting = clock, clock.problem, putting
         self.block = self.problem.stages * self.problem.microbatches
         self.left = [row[::-1] for row in rows]
@@ -110,7 +110,7 @@ class _Refitting:
 # MERGED: Which candidates get their weight gradients put anew, and how.
 
 
-UNLIMITED = 1 << 30
+_UNLIMITED = 1 << 30
 
 
 def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
@@ -123,7 +123,7 @@ def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget
     for candidate in candidates:
         if budget.is_over():
             return
-        rows = without_weights(clock.problem, candidate.rows)
+        rows = _without_weights(clock.problem, candidate.rows)
         least = clock.times(rows)
         assert least is not None  # with weight gradients between them they could be gone through
         if merit(least, objective) >= best or rows in done:
@@ -131,7 +131,7 @@ def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget
         done.append(rows)
         name = f"{candidate.name}, refitted"
         puttings = _puttings(clock.problem.ranks)
-        made = (accepted(name, clock, refitted(clock, rows, putting)) for putting in puttings)
+        made = (accepted(name, clock, _refitted(clock, rows, putting)) for putting in puttings)
         fitting = [each for each in made if each is not None]
         if fitting:
             refit = min(fitting, key=lambda each: each.merit(objective))
@@ -139,7 +139,7 @@ def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget
             yield refit
 
 
-def without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
+def _without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
     """Forwards and input gradients, which stand in the place of full backwards."""
     block = problem.stages * problem.microbatches
     shift = (FULL - INPUT) * block
@@ -149,10 +149,10 @@ def without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _puttings(ranks: int) -> Iterator[Putting]:
+def _puttings(ranks: int) -> Iterator[_Putting]:
     """Nothing depends on the gradients of the first rank: it may take its time. The others had better not."""
-    unlimited = (UNLIMITED,) * ranks
-    yield Putting((1.0, *(0.0,) * (ranks - 1)), unlimited)
-    yield Putting((0.0,) * ranks, unlimited)
-    yield Putting((0.5,) * ranks, unlimited)
-    yield Putting((1.0,) * ranks, tuple(range(ranks)))
+    unlimited = (_UNLIMITED,) * ranks
+    yield _Putting((1.0, *(0.0,) * (ranks - 1)), unlimited)
+    yield _Putting((0.0,) * ranks, unlimited)
+    yield _Putting((0.5,) * ranks, unlimited)
+    yield _Putting((1.0,) * ranks, tuple(range(ranks)))

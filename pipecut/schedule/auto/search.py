@@ -17,8 +17,8 @@ from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, 
 from .refit import refits
 from .timing import Budget, Clock, lower_bound
 
-GRID, TUNING, MOVING = 0.3, 0.25, 0.45  # parts of the budget
-FINALISTS = 2  # arrangements, and plans to start from, that are improved
+_GRID, _TUNING, _MOVING = 0.3, 0.25, 0.45  # parts of the budget
+_FINALISTS = 2  # arrangements, and plans to start from, that are improved
 
 
 def auto_schedule(
@@ -141,7 +141,7 @@ class _Search:
             self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
         for arrangement, clock in self.clocks.items():
             if not self._is_proven(arrangement):
-                bound, part = self.bounds[arrangement], GRID / len(self.clocks)
+                bound, part = self.bounds[arrangement], _GRID / len(self.clocks)
                 rules[arrangement] = drafted(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
@@ -179,19 +179,19 @@ class _Search:
     def _finalists(self) -> list[Arrangement]:
         """The arrangements with the best candidates, where more can be hoped for."""
         ranked = sorted(self.candidates, key=lambda each: each[1].merit(self.objective))
-        return [each for each in dict.fromkeys(each for each, _ in ranked) if not self._is_proven(each)][:FINALISTS]
+        return [each for each in dict.fromkeys(each for each, _ in ranked) if not self._is_proven(each)][:_FINALISTS]
 
     def _improve(
         self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
         clock = self.clocks[arrangement]
-        for start in rules[:FINALISTS]:
-            made = tuned(clock, start, objective, bound, budget, TUNING * part / FINALISTS, random)
+        for start in rules[:_FINALISTS]:
+            made = tuned(clock, start, objective, bound, budget, _TUNING * part / _FINALISTS, random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
-        for first in self._sorted(own)[:FINALISTS]:
-            made = moved(clock, first, objective, bound, budget, MOVING * part / FINALISTS, random)
+        for first in self._sorted(own)[:_FINALISTS]:
+            made = moved(clock, first, objective, bound, budget, _MOVING * part / _FINALISTS, random)
             self.candidates.append((arrangement, made))
 
     def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:

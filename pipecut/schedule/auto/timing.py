@@ -200,10 +200,10 @@ def _maker(clock: Clock, number: int, where: dict[int, Place]) -> Place | None:
 # MERGED: and the result is the same every time.
 
 
-DRAFTED = 200_000  # passes that are placed in a second by the rules
-TIMED = 2_000_000  # passes of given rows that are timed in a second
-COUNTED = 0.4  # the part of the given time that the counts may take
-CLOCKED = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
+_DRAFTED = 200_000  # passes that are placed in a second by the rules
+_TIMED = 2_000_000  # passes of given rows that are timed in a second
+_COUNTED = 0.4  # the part of the given time that the counts may take
+_CLOCKED = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
 
 
 class Budget:
@@ -211,16 +211,16 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.deadline = time.thread_time() + CLOCKED * seconds
+        self.deadline = time.thread_time() + _CLOCKED * seconds
         self.ended_by_clock = False
 
     def drafts(self, passes: int, part: float) -> int:
         """How many drafts of so many passes may be made in a part of the budget."""
-        return int(COUNTED * part * self.seconds * DRAFTED / passes)
+        return int(_COUNTED * part * self.seconds * _DRAFTED / passes)
 
     def timings(self, passes: int, part: float) -> int:
         """How many rows of so many passes may be timed in a part of the budget."""
-        return int(COUNTED * part * self.seconds * TIMED / passes)
+        return int(_COUNTED * part * self.seconds * _TIMED / passes)
 
     def is_over(self) -> bool:
         """Whether the clock ends the search."""

@@ -32,7 +32,7 @@ from ..plan import Plan
 from ..rules import Dataflow
 from .fill_idle import fill_early, fill_late
 
-PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks
+_PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Block:
 
 def _next_free(after: int, *times: int) -> int:
     """The first step after a pass in which no other pass of any microbatch stands."""
-    taken = {time % PERIOD for time in times}
-    return next(step for step in range(after + 1, after + PERIOD) if step % PERIOD not in taken)
+    taken = {time % _PERIOD for time in times}
+    return next(step for step in range(after + 1, after + _PERIOD) if step % _PERIOD not in taken)
 
 
 def v_half(ranks: int, microbatches: int) -> Plan:
@@ -102,7 +102,7 @@ def _row(block: Block, rank: int, ranks: int, microbatches: int) -> tuple[Action
     stages = (first, second, second, first, second, first)
     ops = (Op.FORWARD,) * 2 + (Op.BACKWARD_INPUT,) * 2 + (Op.BACKWARD_WEIGHT,) * 2
     timed = [
-        (time + PERIOD * microbatch, Action(stage, op, microbatch))
+        (time + _PERIOD * microbatch, Action(stage, op, microbatch))
         for stage, op, time in zip(stages, ops, block.times(rank, ranks), strict=True)
         for microbatch in range(microbatches)
     ]

@@ -17,7 +17,7 @@ from ..plan import Plan
 Kind = tuple[Op, int]  # op and stage
 Times = list[int]  # by microbatch: the step before which a pass is finished
 NEVER = 1 << 60
-HOLDS = {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
+_HOLDS = {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
 
 
 def fill_early(plan: Plan, limit: int) -> Plan:
@@ -75,7 +75,7 @@ class _Pass(NamedTuple):
 
 
 def _rows_of_passes(plan: Plan, direction: int) -> list[list[_Pass]]:
-    kinds: list[Kind] = [(op, stage) for op in HOLDS for stage in range(plan.stages)]
+    kinds: list[Kind] = [(op, stage) for op in _HOLDS for stage in range(plan.stages)]
     finished = {kind: [NEVER] * plan.microbatches for kind in kinds}
     waits: dict[Kind, list[Times]] = {kind: [] for kind in kinds}
     for kind in kinds:
@@ -83,7 +83,7 @@ def _rows_of_passes(plan: Plan, direction: int) -> list[list[_Pass]]:
             first, then = (need, kind) if direction > 0 else (kind, need)
             waits[then].append(finished[first])
     about = {
-        kind: (number, direction * HOLDS[kind[0]], waits[kind], finished[kind]) for number, kind in enumerate(kinds)
+        kind: (number, direction * _HOLDS[kind[0]], waits[kind], finished[kind]) for number, kind in enumerate(kinds)
     }
     return [
         [

@@ -104,7 +104,7 @@ def _ends(plan: Plan, action: Action) -> int:
 # MERGED: A receive passes computations only. The order of messages, which is what keeps a plan free of deadlock, stays as it is.
 
 
-MEETINGS = TRANSFERS | {Op.REDUCE_TIES}  # what a rank does together with another
+_MEETINGS = TRANSFERS | {Op.REDUCE_TIES}  # what a rank does together with another
 
 
 def receive_early(plan: Plan) -> Plan:
@@ -117,7 +117,7 @@ def receive_early(plan: Plan) -> Plan:
         early: list[Action | None] = []
         since_message: list[Action | None] = []
         for action in row:
-            if action is None or action.op not in MEETINGS:
+            if action is None or action.op not in _MEETINGS:
                 since_message.append(action)
             elif action.op in RECEIVES:
                 early.append(action)
@@ -152,7 +152,7 @@ def receive_late(plan: Plan) -> Plan:
 
 def _used_by(action: Action, plan: Plan, waiting: list[Action]) -> int:
     """How many of the waiting receives must come before an action; they keep their order."""
-    if action.op in MEETINGS:
+    if action.op in _MEETINGS:
         return len(waiting)
     needs = dependencies(action, plan.dataflow, plan.placement)
     return max((place + 1 for place, receive in enumerate(waiting) if receive in needs), default=0)

@@ -14,10 +14,10 @@ from ..timeline import Span
 from .palette import LETTER, NAMES, owners
 from .rows import Chart, Sources, axis_name, charts, number, whole_time, with_unit
 
-FILL = "─"
-FEWEST_CELLS = 8
-CELLS_A_SPAN = 6  # at most, for the shortest computation: a small plan need not fill the screen
-NAMED_FROM = 0.9  # the share of the computations that must have room for their names; half a crowd of names confuses
+_FILL = "─"
+_FEWEST_CELLS = 8
+_CELLS_A_SPAN = 6  # at most, for the shortest computation: a small plan need not fill the screen
+_NAMED_FROM = 0.9  # the share of the computations that must have room for their names; half a crowd of names confuses
 
 
 def text(source: Sources, *, width: int | None = None) -> str:
@@ -39,8 +39,8 @@ def text(source: Sources, *, width: int | None = None) -> str:
     drawn = charts(source)
     margin = len(f"rank {max(len(chart.rows) for chart in drawn) - 1} │")
     width = shutil.get_terminal_size().columns if width is None else width
-    if width < margin + FEWEST_CELLS:
-        raise PlanError(f"width={width}: the picture needs {margin + FEWEST_CELLS} characters a line, or more.")
+    if width < margin + _FEWEST_CELLS:
+        raise PlanError(f"width={width}: the picture needs {margin + _FEWEST_CELLS} characters a line, or more.")
     extent = whole_time(drawn)
     cells = _cells(drawn, extent, width - margin)
     step = extent / cells
@@ -64,12 +64,12 @@ def _cells(drawn: Sequence[Chart], extent: float, room: int) -> int:
     spans = (span for chart in drawn for row in chart.rows for span in row if span.action.is_compute)
     times = {span.end - span.start for span in spans if span.end > span.start}
     shortest = min(times, default=extent)
-    each = min(room * shortest / extent, CELLS_A_SPAN)
+    each = min(room * shortest / extent, _CELLS_A_SPAN)
     if each < 1:
         return room
     if all(abs(time / shortest - round(time / shortest)) < 1e-6 for time in times):
         each = int(each + 1e-9)
-    return min(room, max(FEWEST_CELLS, math.ceil(extent / shortest * each - 1e-9)))
+    return min(room, max(_FEWEST_CELLS, math.ceil(extent / shortest * each - 1e-9)))
 
 
 def _room_for_names(drawn: Sequence[Chart], step: float) -> bool:
@@ -80,7 +80,7 @@ def _room_for_names(drawn: Sequence[Chart], step: float) -> bool:
         for span in row
         if span.action.is_compute and not span.action.parts
     ]
-    return sum(room) >= NAMED_FROM * len(room)
+    return sum(room) >= _NAMED_FROM * len(room)
 
 
 def _line(chart: Chart, row: Sequence[Span], cells: int, step: float, named: bool) -> str:
@@ -105,7 +105,7 @@ def _written(span: Span | None, letter: Callable[[Span], str], cells: int, named
         return BUBBLE * cells
     name = _name(letter(span), span.action)
     fits = named and span.action.is_compute and len(name) <= cells
-    return name.ljust(cells, FILL) if fits else letter(span) * cells
+    return name.ljust(cells, _FILL) if fits else letter(span) * cells
 
 
 def _name(letter: str, action: Action) -> str:

@@ -15,16 +15,16 @@ from .palette import HUE, LETTER, NAMES, TILE, is_neutral, look
 from .rows import Chart, Sources, axis_name, charts, whole_time
 from .svg import hatches, legend
 
-BACK, FRONT, FOOT = 0, 1, 2  # the tracks of a lane, as in the script
-DIGITS = 7  # of the whole time, in which times are kept
-LEGEND_WIDTH = 1000
-WITHOUT_SCRIPT = 110  # characters a line
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-KEYS_TOLD = (
+_BACK, _FRONT, _FOOT = 0, 1, 2  # the tracks of a lane, as in the script
+_DIGITS = 7  # of the whole time, in which times are kept
+_LEGEND_WIDTH = 1000
+_WITHOUT_SCRIPT = 110  # characters a line
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+_KEYS_TOLD = (
     "Wheel or + and − zoom, drag or ← and → move, 0 shows all. N and P step through the actions of a rank, "
     "J and K through the ranks, Esc ends that."
 )
-STYLE = """
+_STYLE = """
 :root{color-scheme:light dark;--ground:#fff;--ink:#000;--quiet:#555;--panel:#f4f4f4;--line:#bbb}
 @media (prefers-color-scheme:dark){
 :root{--ground:#16181c;--ink:#eee;--quiet:#aaa;--panel:#25282e;--line:#555}}
@@ -62,27 +62,27 @@ def html(source: Sources, path: FilePath | None = None) -> str:
     drawn = charts(source)
     data = json.dumps(_data(drawn), separators=(",", ":")).replace("<", "\\u003c")
     names = " and ".join(chart.name for chart in drawn)
-    entries, height = legend(drawn, 0, 0, LEGEND_WIDTH)
+    entries, height = legend(drawn, 0, 0, _LEGEND_WIDTH)
     patterns = hatches(drawn[0].chunks)
     page = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(names)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+        f"<title>{escape(names)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         "<nav>"
         + _button("out", "−", "Zoom out (-)")
         + _button("in", "+", "Zoom in (+)")
         + _button("left", "←", "Earlier (left arrow)")
         + _button("right", "→", "Later (right arrow)")
         + _button("whole", "Whole", "Show all (0)")
-        + f"<p>{KEYS_TOLD}</p></nav>",
+        + f"<p>{_KEYS_TOLD}</p></nav>",
         *map(_section, drawn),
-        f'<svg viewBox="0 0 {LEGEND_WIDTH} {height:g}" role="img" aria-label="Legend">',
+        f'<svg viewBox="0 0 {_LEGEND_WIDTH} {height:g}" role="img" aria-label="Legend">',
         patterns + "".join(entries) + "</svg>",
         '<p class="note">Actions too narrow to be seen share columns, in which each kind has a band as high as its',
         "share of the time; zoom in to see them.</p>",
         '<div id="tip" role="status" aria-live="polite" hidden></div>',
-        f"<noscript><pre>{escape(text(source, width=WITHOUT_SCRIPT))}</pre></noscript>",
+        f"<noscript><pre>{escape(text(source, width=_WITHOUT_SCRIPT))}</pre></noscript>",
         f'<script type="application/json" id="data">{data}</script>',
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
     ]
@@ -97,7 +97,7 @@ def _section(chart: Chart) -> str:
     told = escape(f"{chart.name}: {len(chart.rows)} ranks, {chart.facts}", quote=True)
     return (
         f"<section><h1>{escape(chart.name)} <span>— {escape(chart.facts)}</span></h1>"
-        f'<div><canvas tabindex="0" role="img" aria-label="{told}. {KEYS_TOLD}"></canvas></div></section>'
+        f'<div><canvas tabindex="0" role="img" aria-label="{told}. {_KEYS_TOLD}"></canvas></div></section>'
     )
 
 
@@ -107,7 +107,7 @@ def _data(drawn: Sequence[Chart]) -> dict[str, object]:
     chunks = drawn[0].chunks
     keys = [(op, chunk) for op in NAMES for chunk in range(chunks if op in HUE else 1)]
     places = {key: place for place, key in enumerate(keys)}
-    digits = DIGITS - math.ceil(math.log10(extent))
+    digits = _DIGITS - math.ceil(math.log10(extent))
     return {
         "axis": axis_name(drawn[0].unit),
         "unit": drawn[0].unit,
@@ -144,7 +144,7 @@ def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict
 def _kind(chart: Chart, rank: int, action: Action, places: dict[tuple[Op, int], int]) -> dict[str, object]:
     told: dict[str, object] = {
         "name": NAMES[action.op],
-        "track": BACK if is_neutral(action.op) else FOOT if action.op in TRANSFERS else FRONT,
+        "track": _BACK if is_neutral(action.op) else _FOOT if action.op in TRANSFERS else _FRONT,
         "parts": [_part(chart, rank, leaf, places) for leaf in action.leaves],
     }
     if action.parts:

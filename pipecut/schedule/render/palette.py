@@ -15,17 +15,17 @@ from typing import NamedTuple
 from ..action import RECEIVES, SENDS, TRANSFERS, Op
 from ..timeline import Span
 
-BLACK, WHITE = "#000000", "#ffffff"
+_BLACK, _WHITE = "#000000", "#ffffff"
 HUE = {
     Op.FORWARD: "#0072b2",
     Op.BACKWARD_INPUT: "#e69f00",
     Op.BACKWARD_WEIGHT: "#f0e442",
     Op.FULL_BACKWARD: "#009e73",
 }
-SEND_GREY, RECEIVE_GREY, NEUTRAL_GREY = "#606060", "#a8a8a8", "#c0c0c0"
+_SEND_GREY, _RECEIVE_GREY, _NEUTRAL_GREY = "#606060", "#a8a8a8", "#c0c0c0"
 TILE = 8  # the side of a square of hatch
 HATCH = {Op.BACKWARD_INPUT: "/", Op.BACKWARD_WEIGHT: "\\", Op.FULL_BACKWARD: "/\\"}
-PALEST = 0.55  # how much white is in the colour of a rank's last stage
+_PALEST = 0.55  # how much white is in the colour of a rank's last stage
 
 # In the order of the legend, and from top to bottom where several actions share one column.
 NAMES = {
@@ -57,7 +57,7 @@ LETTER = {
 ORDER = {op: place for place, op in enumerate(NAMES)}
 
 
-class Look(NamedTuple):
+class _Look(NamedTuple):
     """How the box of an action is drawn."""
 
     fill: str
@@ -66,17 +66,17 @@ class Look(NamedTuple):
 
 
 @cache
-def look(op: Op, chunk: int = 0, chunks: int = 1) -> Look:
+def look(op: Op, chunk: int = 0, chunks: int = 1) -> _Look:
     """How an op is drawn on the given one of its rank's stages.
 
     >>> look(Op.FORWARD).fill, look(Op.FORWARD, chunk=1, chunks=2).fill
     ('#0072b2', '#8cc0dc')
     """
     if op not in HUE:
-        grey = SEND_GREY if op in SENDS else RECEIVE_GREY if op in RECEIVES else NEUTRAL_GREY
-        return Look(grey, "", ink_on(grey))
-    fill = _with_white(HUE[op], PALEST * chunk / (chunks - 1) if chunks > 1 else 0.0)
-    return Look(fill, HATCH.get(op, ""), ink_on(fill))
+        grey = _SEND_GREY if op in SENDS else _RECEIVE_GREY if op in RECEIVES else _NEUTRAL_GREY
+        return _Look(grey, "", _ink_on(grey))
+    fill = _with_white(HUE[op], _PALEST * chunk / (chunks - 1) if chunks > 1 else 0.0)
+    return _Look(fill, HATCH.get(op, ""), _ink_on(fill))
 
 
 def is_neutral(op: Op) -> bool:
@@ -84,7 +84,7 @@ def is_neutral(op: Op) -> bool:
     return op not in HUE and op not in TRANSFERS and op is not Op.OVERLAP_F_B
 
 
-def luminance(colour: str) -> float:
+def _luminance(colour: str) -> float:
     """The relative luminance of a colour such as "#0072b2", from 0 for black to 1 for white, as WCAG 2 defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _parts(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -96,13 +96,13 @@ def contrast(one: str, other: str) -> float:
     >>> contrast("#000000", "#ffffff")
     21.0
     """
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def ink_on(fill: str) -> str:
+def _ink_on(fill: str) -> str:
     """Black or white, whichever reads better on a colour."""
-    return max(WHITE, BLACK, key=lambda ink: contrast(ink, fill))
+    return max(_WHITE, _BLACK, key=lambda ink: contrast(ink, fill))
 
 
 def _parts(colour: str) -> list[float]:
@@ -116,11 +116,11 @@ def _with_white(colour: str, share: float) -> str:
 # MERGED: What each of a few equal pieces of time is mostly spent on.
 
 
-MOMENT = 1e-9  # of a cell: what is shorter is taken for a matter of rounding
+_MOMENT = 1e-9  # of a cell: what is shorter is taken for a matter of rounding
 
 
 @dataclass
-class Use:
+class _Use:
     """What the spans under one letter have of a cell."""
 
     total: float = 0.0
@@ -139,12 +139,12 @@ def owners(row: Sequence[Span], cells: int, step: float, letter: Callable[[Span]
 
 
 def _owners(row: Iterable[Span], cells: int, step: float, letter: Callable[[Span], str]) -> list[Span | None]:
-    uses: list[dict[str, Use]] = [{} for _ in range(cells)]
+    uses: list[dict[str, _Use]] = [{} for _ in range(cells)]
     for span in row:
         for cell, share in _shares(span, cells, step):
-            use = uses[cell].setdefault(letter(span), Use())
+            use = uses[cell].setdefault(letter(span), _Use())
             use.total += share
-            if share > use.most + MOMENT:
+            if share > use.most + _MOMENT:
                 use.most, use.span = share, span
     return [_owner(use) for use in uses]
 
@@ -152,17 +152,17 @@ def _owners(row: Iterable[Span], cells: int, step: float, letter: Callable[[Span
 def _shares(span: Span, cells: int, step: float) -> Iterator[tuple[int, float]]:
     """The cells that a span has part in, and how much of each."""
     start, end = span.start / step, span.end / step
-    first = min(int(start + MOMENT), cells - 1)
+    first = min(int(start + _MOMENT), cells - 1)
     yield first, max(min(end, first + 1) - start, 0.0)
     for cell in range(first + 1, cells):
-        if end - cell < MOMENT:
+        if end - cell < _MOMENT:
             return
         yield cell, min(end - cell, 1.0)
 
 
-def _owner(uses: dict[str, Use]) -> Span | None:
+def _owner(uses: dict[str, _Use]) -> Span | None:
     """Who has most of a cell; nobody if it is mostly idle, but a moment alone in a cell is shown."""
     spent = sum(use.total for use in uses.values())
-    if not uses or MOMENT < spent < 0.5 - MOMENT:
+    if not uses or _MOMENT < spent < 0.5 - _MOMENT:
         return None
     return max(uses.values(), key=lambda use: use.total).span

@@ -14,16 +14,16 @@ from ..lower import add_bubbles
 from ..plan import Plan
 from ..timeline import Span, Timeline
 
-STEPS = "steps"
+_STEPS = "steps"
 # How many microseconds a unit is. A time without a unit, and a step of a plan, is taken for a millisecond.
-MICROSECONDS = {"": 1e3, STEPS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-RELATIVE = ("", STEPS)
-FARTHEST, MOMENT = 1e300, 1e-100  # times with which one can reckon
+_MICROSECONDS = {"": 1e3, _STEPS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+_RELATIVE = ("", _STEPS)
+_FARTHEST, _MOMENT = 1e300, 1e-100  # times with which one can reckon
 # What XML and UTF-8 cannot hold, and what would break a line.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
-class HasTimeline(Protocol):
+class _HasTimeline(Protocol):
     """What a simulation reports; `bubble_rate` and `makespan` are shown if it has them."""
 
     @property
@@ -32,7 +32,7 @@ class HasTimeline(Protocol):
         ...
 
 
-Source = Plan | Timeline | HasTimeline
+Source = Plan | Timeline | _HasTimeline
 Sources = Source | Sequence[Source]
 
 
@@ -60,7 +60,7 @@ def charts(source: Sources) -> tuple[Chart, ...]:
     unit = _common_unit([timeline.unit for timeline in timelines])
     names: list[str] = []
     for timeline in timelines:
-        name = printable(timeline.name)
+        name = _printable(timeline.name)
         names.append(name if name not in names else f"{name} ({len(names) + 1})")
     drawn = [_chart(each, timeline, name, unit) for each, timeline, name in zip(given, timelines, names, strict=True)]
     chunks = max(chart.chunks for chart in drawn)
@@ -70,18 +70,18 @@ def charts(source: Sources) -> tuple[Chart, ...]:
 def whole_time(drawn: Sequence[Chart]) -> float:
     """The time that a picture covers; 1 where all is over in a moment, so that there is a scale."""
     extent = max(chart.extent for chart in drawn)
-    return extent if extent > MOMENT else 1.0
+    return extent if extent > _MOMENT else 1.0
 
 
 def microseconds(unit: str) -> float:
     """How many microseconds one unit of a timeline is."""
-    if unit not in MICROSECONDS:
-        known = ", ".join(f"'{each}'" for each in MICROSECONDS)
-        raise PlanError(f"The unit '{printable(unit)}' of a timeline is not known: use one of {known}.")
-    return MICROSECONDS[unit]
+    if unit not in _MICROSECONDS:
+        known = ", ".join(f"'{each}'" for each in _MICROSECONDS)
+        raise PlanError(f"The unit '{_printable(unit)}' of a timeline is not known: use one of {known}.")
+    return _MICROSECONDS[unit]
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Text on one line, in characters that every file can hold."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
@@ -102,7 +102,7 @@ def with_unit(value: float, unit: str) -> str:
 
 def axis_name(unit: str) -> str:
     """What a time axis is called."""
-    return unit if unit == STEPS else f"time ({unit or 'relative'})"
+    return unit if unit == _STEPS else f"time ({unit or 'relative'})"
 
 
 def _timeline(source: object) -> Timeline:
@@ -114,13 +114,13 @@ def _timeline(source: object) -> Timeline:
         raise PlanError(f"{source!r:.80} cannot be drawn: give a Plan, a Timeline or a simulation's report.")
     if not timeline.spans:
         raise PlanError(
-            f"'{printable(timeline.name)}' has nothing to draw: it has no spans. Give a plan or a timeline with at "
+            f"'{_printable(timeline.name)}' has nothing to draw: it has no spans. Give a plan or a timeline with at "
             "least one action."
         )
     for rank, action, start, end in timeline.spans:
-        if not (-FARTHEST < start <= end < FARTHEST and 0 <= rank < timeline.ranks):
+        if not (-_FARTHEST < start <= end < _FARTHEST and 0 <= rank < timeline.ranks):
             raise PlanError(
-                f"'{printable(timeline.name)}' cannot be drawn: {action} is on rank {rank} of {timeline.ranks} "
+                f"'{_printable(timeline.name)}' cannot be drawn: {action} is on rank {rank} of {timeline.ranks} "
                 f"from {start} to {end}. A span needs a rank below the number of ranks, and two finite times, the "
                 "start no later than the end."
             )
@@ -135,14 +135,14 @@ def _one_step_each(plan: Plan) -> Timeline:
         for step, action in enumerate(row)
         if action is not None
     )
-    return Timeline(plan.name, max(plan.ranks, len(rows)), tuple(spans), STEPS)
+    return Timeline(plan.name, max(plan.ranks, len(rows)), tuple(spans), _STEPS)
 
 
 def _common_unit(units: Sequence[str]) -> str:
     """The one unit of all; where they differ, the first that is a real one."""
     if len(set(units)) == 1:
         return units[0]
-    return next((unit for unit in units if unit not in RELATIVE), "")
+    return next((unit for unit in units if unit not in _RELATIVE), "")
 
 
 def _chart(source: object, timeline: Timeline, name: str, unit: str) -> Chart:
@@ -161,11 +161,11 @@ def _chart(source: object, timeline: Timeline, name: str, unit: str) -> Chart:
     bubble_rate = getattr(source, "bubble_rate", None)
     if bubble_rate is not None:
         facts.append(f"bubble rate {bubble_rate:.2%}")
-    if timeline.unit in RELATIVE and timeline.unit != unit:
+    if timeline.unit in _RELATIVE and timeline.unit != unit:
         facts.append(f"{timeline.unit or 'relative times'}, 1 drawn as {with_unit(factor, unit)}")
-    told = printable(", ".join(facts))
+    told = _printable(", ".join(facts))
     chunk_of = _chunk_of(rows)
-    return Chart(name, rows, printable(unit), extent, told, chunk_of, max(chunk_of.values(), default=0) + 1)
+    return Chart(name, rows, _printable(unit), extent, told, chunk_of, max(chunk_of.values(), default=0) + 1)
 
 
 def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:

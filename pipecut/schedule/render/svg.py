@@ -16,11 +16,11 @@ from .svg_boxes import Boxes, pattern_name, tracks
 # MERGED: What stands around the boxes of an SVG picture: hatches, headings, time axes and the legend.
 
 
-SMALL_LETTER, CAPITAL = 0.57, 0.74  # of a font's size, on average and a little more
-LEGEND_FONT, LEGEND_ROW = 12, 22
-TICK_APART = 80.0
+_SMALL_LETTER, _CAPITAL = 0.57, 0.74  # of a font's size, on average and a little more
+_LEGEND_FONT, _LEGEND_ROW = 12, 22
+_TICK_APART = 80.0
 # The lines of one tile of hatch; the short ones are the corners of the neighbours' lines.
-LINES = {"/": "M-1 1L1-1M0 8L8 0M7 9L9 7", "\\": "M-1 7L1 9M0 0L8 8M7-1L9 1"}
+_LINES = {"/": "M-1 1L1-1M0 8L8 0M7 9L9 7", "\\": "M-1 7L1 9M0 0L8 8M7-1L9 1"}
 
 
 def hatches(chunks: int) -> str:
@@ -28,7 +28,7 @@ def hatches(chunks: int) -> str:
     found = []
     for op, chunk in ((op, chunk) for op in HATCH for chunk in range(chunks)):
         fill, hatch, _ = look(op, chunk, chunks)
-        lines = "".join(LINES[line] for line in hatch)
+        lines = "".join(_LINES[line] for line in hatch)
         found.append(
             f'<pattern id="{pattern_name(op, chunk, chunks)}" width="{TILE}" height="{TILE}" '
             f'patternUnits="userSpaceOnUse"><rect width="{TILE}" height="{TILE}" fill="{fill}"/>'
@@ -37,10 +37,10 @@ def hatches(chunks: int) -> str:
     return f"<defs>{''.join(found)}</defs>"
 
 
-def heading(chart: Chart, left: float, baseline: float, width: float) -> str:
+def _heading(chart: Chart, left: float, baseline: float, width: float) -> str:
     """The name of a source and what is known of it, cut off where the picture ends."""
     facts = f" \N{EM DASH} {chart.facts}"
-    room = max(12, int(width / (15 * SMALL_LETTER)) - len(facts))
+    room = max(12, int(width / (15 * _SMALL_LETTER)) - len(facts))
     name = chart.name if len(chart.name) <= room else chart.name[: room - 1] + "…"
     return (
         f'<text class="h" x="{left:g}" y="{baseline:g}"><tspan font-weight="bold">{escape(name)}</tspan>'
@@ -48,10 +48,10 @@ def heading(chart: Chart, left: float, baseline: float, width: float) -> str:
     )
 
 
-def ticks(extent: float, apart: float) -> list[float]:
+def _ticks(extent: float, apart: float) -> list[float]:
     """Round times from 0 to the extent, at least `apart` from each other.
 
-    >>> ticks(10, 1.5)
+    >>> _ticks(10, 1.5)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     """
     power = 10.0 ** math.floor(math.log10(apart)) if apart > 0 else 1.0
@@ -59,11 +59,11 @@ def ticks(extent: float, apart: float) -> list[float]:
     return [place * step for place in range(int(extent / step + 1e-9) + 1)]
 
 
-def axis(extent: float, scale: float, left: float, top: float, bottom: float, name: str) -> list[str]:
+def _axis(extent: float, scale: float, left: float, top: float, bottom: float, name: str) -> list[str]:
     """Lines across the lanes at round times, the times below them, and what they are."""
-    apart = TICK_APART / scale
+    apart = _TICK_APART / scale
     found = []
-    for time in ticks(extent, max(apart, 1.0) if name == "steps" else apart):
+    for time in _ticks(extent, max(apart, 1.0) if name == "steps" else apart):
         x = left + time * scale
         found.append(f'<path class="a" d="M{x:.2f} {top:.2f}V{bottom + 4:.2f}"/>')
         found.append(f'<text class="a" x="{x:.2f}" y="{bottom + 16:.2f}">{number(time)}</text>')
@@ -77,11 +77,11 @@ def legend(charts: Sequence[Chart], left: float, top: float, width: float) -> tu
     for swatch, swatch_width, text in _entries(charts):
         needed = swatch_width + 6 + _width(text) + 18
         if x > left and x + needed > left + width:
-            x, y = left, y + LEGEND_ROW
+            x, y = left, y + _LEGEND_ROW
         found.append(f'<g transform="translate({x:.1f} {y:.1f})">{swatch}')
         found.append(f'<text class="l" x="{swatch_width + 6}" y="12">{escape(text)}</text></g>')
         x += needed
-    return found, y + LEGEND_ROW - top
+    return found, y + _LEGEND_ROW - top
 
 
 def _entries(charts: Sequence[Chart]) -> Iterator[tuple[str, int, str]]:
@@ -119,17 +119,17 @@ def _swatch(fill: str, x: float, y: float, width: float, height: float) -> str:
 
 def _width(text: str) -> float:
     """About how wide a text of the legend is."""
-    return LEGEND_FONT * sum(CAPITAL if letter.isupper() else SMALL_LETTER for letter in text)
+    return _LEGEND_FONT * sum(_CAPITAL if letter.isupper() else _SMALL_LETTER for letter in text)
 
 
-MARGIN, HEADING, AXIS, BELOW = 16.0, 26.0, 42.0, 10.0
-NARROWEST_PLOT, WIDEST_PLOT, WIDTH_A_BOX = 900.0, 2400.0, 18.0
-TALLEST_LANE, LOWEST_LANE, ALL_LANES = 30.0, 5.0, 1700.0
-LABEL_HEIGHT = 11.0
-SEEN_FROM = 0.5  # the width from which a box stands alone, while the picture is small
-MOST_BOXES = 12_000  # about 3 MB
+_MARGIN, _HEADING, _AXIS, _BELOW = 16.0, 26.0, 42.0, 10.0
+_NARROWEST_PLOT, _WIDEST_PLOT, _WIDTH_A_BOX = 900.0, 2400.0, 18.0
+_TALLEST_LANE, _LOWEST_LANE, _ALL_LANES = 30.0, 5.0, 1700.0
+_LABEL_HEIGHT = 11.0
+_SEEN_FROM = 0.5  # the width from which a box stands alone, while the picture is small
+_MOST_BOXES = 12_000  # about 3 MB
 
-STYLE = (
+_STYLE = (
     ".h{font-size:15px}.l{fill:currentColor}.b{stroke:#222;stroke-width:.5}"
     "path.a{stroke:#888;stroke-width:.5;stroke-dasharray:2 2}"
     "text.a{font-size:11px;text-anchor:middle}.n{font-size:11px}"
@@ -137,7 +137,7 @@ STYLE = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class _Layout:
     """The measures that all charts of a picture share."""
 
     plot: float  # the width of the lanes
@@ -147,25 +147,25 @@ class Layout:
     least: float  # the time below which spans are gathered
 
     @classmethod
-    def of(cls, drawn: Sequence[Chart]) -> Layout:
+    def of(cls, drawn: Sequence[Chart]) -> _Layout:
         """Measures with which the boxes can be read if that can be, and the file stays small in any case."""
         rows = [row for chart in drawn for row in chart.rows]
         split = [track for row in rows for track in tracks(row)]
-        plot = min(max(max(map(len, rows)) * WIDTH_A_BOX, NARROWEST_PLOT), WIDEST_PLOT)
+        plot = min(max(max(map(len, rows)) * _WIDTH_A_BOX, _NARROWEST_PLOT), _WIDEST_PLOT)
         extent = whole_time(drawn)
         digits = len(str(max(len(chart.rows) for chart in drawn) - 1))
         return cls(
             plot=plot,
-            left=MARGIN + 38 + 7 * digits,
-            lane=min(max(ALL_LANES / len(rows), LOWEST_LANE), TALLEST_LANE),
+            left=_MARGIN + 38 + 7 * digits,
+            lane=min(max(_ALL_LANES / len(rows), _LOWEST_LANE), _TALLEST_LANE),
             scale=plot / extent,
-            least=least_time(split, SEEN_FROM * extent / plot, MOST_BOXES),
+            least=least_time(split, _SEEN_FROM * extent / plot, _MOST_BOXES),
         )
 
     @property
     def width(self) -> float:
         """The width of the picture."""
-        return self.left + self.plot + 2 * MARGIN
+        return self.left + self.plot + 2 * _MARGIN
 
 
 def svg(source: Sources, path: FilePath | None = None) -> str:
@@ -182,24 +182,24 @@ def svg(source: Sources, path: FilePath | None = None) -> str:
     ('<svg', 5)
     """
     drawn = charts(source)
-    layout = Layout.of(drawn)
+    layout = _Layout.of(drawn)
     extent = layout.plot / layout.scale
     body: list[str] = []
-    y = MARGIN
+    y = _MARGIN
     for chart in drawn:
-        body.append(heading(chart, MARGIN, y + 15, layout.width - 2 * MARGIN))
-        y += HEADING
+        body.append(_heading(chart, _MARGIN, y + 15, layout.width - 2 * _MARGIN))
+        y += _HEADING
         bottom = y + layout.lane * len(chart.rows)
         body += _lanes(chart, layout, y)
-        body[-1:-1] = axis(extent, layout.scale, layout.left, y, bottom, axis_name(chart.unit))
-        y = bottom + AXIS + BELOW
-    entries, height = legend(drawn, MARGIN, y, layout.width - 2 * MARGIN)
+        body[-1:-1] = _axis(extent, layout.scale, layout.left, y, bottom, axis_name(chart.unit))
+        y = bottom + _AXIS + _BELOW
+    entries, height = legend(drawn, _MARGIN, y, layout.width - 2 * _MARGIN)
     body += entries
     y += height
     for line in _notes(drawn, layout):
-        body.append(f'<text class="l" x="{MARGIN:g}" y="{y + 12:.1f}">{escape(line)}</text>')
+        body.append(f'<text class="l" x="{_MARGIN:g}" y="{y + 12:.1f}">{escape(line)}</text>')
         y += 18
-    return saved(_document(drawn, layout.width, y + MARGIN, body), path)
+    return saved(_document(drawn, layout.width, y + _MARGIN, body), path)
 
 
 def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequence[str]) -> str:
@@ -209,7 +209,7 @@ def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequenc
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
             'font-family="Helvetica,Arial,\'DejaVu Sans\',sans-serif" font-size="12">',
             f"<title>{names}</title>",
-            f"<style>{STYLE}</style>",
+            f"<style>{_STYLE}</style>",
             hatches(drawn[0].chunks),
             f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>',
             *body,
@@ -218,23 +218,23 @@ def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequenc
     )
 
 
-def _lanes(chart: Chart, layout: Layout, top: float) -> list[str]:
+def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
     """The names and grounds of the lanes, and, as the last piece, all boxes."""
     boxes = Boxes(chart, layout.left, layout.scale, layout.lane * 0.88, layout.least)
-    every = -(-LABEL_HEIGHT // layout.lane)
+    every = -(-_LABEL_HEIGHT // layout.lane)
     found, drawn = [], []
     for rank in range(len(chart.rows)):
         y = top + rank * layout.lane
         size = f'width="{layout.plot:g}" height="{boxes.height:.2f}"'
         found.append(f'<rect x="{layout.left:g}" y="{y:.2f}" {size} fill="#f0f0f0"/>')
         if rank % every == 0:
-            found.append(f'<text x="{MARGIN:g}" y="{y + boxes.height / 2 + 4:.2f}">rank {rank}</text>')
+            found.append(f'<text x="{_MARGIN:g}" y="{y + boxes.height / 2 + 4:.2f}">rank {rank}</text>')
         drawn += boxes.row(rank, y)
     style = f'text-anchor="middle" style="font-size:{boxes.font:.1f}px" stroke-width="3" paint-order="stroke"'
     return [*found, f"<g {style}>\n" + "\n".join(drawn) + "\n</g>"]
 
 
-def _notes(drawn: Sequence[Chart], layout: Layout) -> list[str]:
+def _notes(drawn: Sequence[Chart], layout: _Layout) -> list[str]:
     """What the reader must know of spans that do not stand alone."""
     split = [track for chart in drawn for row in chart.rows for track in tracks(row)]
     together = [len(group) for track in split for group in gathered(track, layout.least) if len(group) > 1]

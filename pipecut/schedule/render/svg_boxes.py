@@ -12,12 +12,12 @@ from ..timeline import Span
 from .palette import LETTER, ORDER, is_neutral, look
 from .rows import Chart, gathered, number, with_unit
 
-THINNEST = 0.8  # of a mark that is to be seen
-HATCHED_FROM, FRAMED_FROM = 6.0, 3.0  # widths
-DIGIT = 0.62  # of a font's size
-LISTED = 4  # names in the tooltip of a column
+_THINNEST = 0.8  # of a mark that is to be seen
+_HATCHED_FROM, _FRAMED_FROM = 6.0, 3.0  # widths
+_DIGIT = 0.62  # of a font's size
+_LISTED = 4  # names in the tooltip of a column
 
-Tracks = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
+_Tracks = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Boxes:
     least: float
 
     @cached_property
-    def tracks(self) -> tuple[Tracks, ...]:
+    def tracks(self) -> tuple[_Tracks, ...]:
         """The tracks of each rank."""
         return tuple(map(tracks, self.chart.rows))
 
@@ -65,11 +65,11 @@ class Boxes:
         x, width = self._place(span.start, span.end)
         leaves = span.action.leaves
         part = height / len(leaves)
-        framed = width >= FRAMED_FROM or span.start == span.end  # else a mark in a pale colour would be lost
+        framed = width >= _FRAMED_FROM or span.start == span.end  # else a mark in a pale colour would be lost
         drawn = []
         for place, leaf in enumerate(leaves):
             y = top + place * part
-            drawn.append(self._rect(x, y, width, part, self._paint(span.rank, leaf, width >= HATCHED_FROM), framed))
+            drawn.append(self._rect(x, y, width, part, self._paint(span.rank, leaf, width >= _HATCHED_FROM), framed))
             drawn.append(self._label(span.rank, leaf, x + width / 2, y, width, part))
         return f"<g><title>{escape(described(span, self.chart.unit))}</title>{''.join(drawn)}</g>"
 
@@ -92,14 +92,14 @@ class Boxes:
         return f"<g><title>{escape(self._listed(group, start, end))}</title>{''.join(drawn)}</g>"
 
     def _listed(self, group: Sequence[Span], start: float, end: float) -> str:
-        if len(group) <= LISTED:
+        if len(group) <= _LISTED:
             names = ", ".join(repr(span.action) for span in group)
         else:
             names = f"{len(group)} actions, {group[0].action!r} to {group[-1].action!r}"
         return f"{names}: rank {group[0].rank}, {number(start)} to {with_unit(end, self.chart.unit)}"
 
     def _place(self, start: float, end: float) -> tuple[float, float]:
-        return self.left + start * self.scale, max((end - start) * self.scale, THINNEST)
+        return self.left + start * self.scale, max((end - start) * self.scale, _THINNEST)
 
     def _rect(self, x: float, y: float, width: float, height: float, fill: str, framed: bool) -> str:
         frame = ' class="b"' if framed else ""
@@ -114,7 +114,7 @@ class Boxes:
         """The number of the microbatch, or a letter for what is no computation, where it fits."""
         text = LETTER[leaf.op] if is_neutral(leaf.op) else str(leaf.microbatch)
         size = min(self.font, height * 0.8)
-        if leaf.op in TRANSFERS or len(text) * size * DIGIT + 2 > width or size < 4:
+        if leaf.op in TRANSFERS or len(text) * size * _DIGIT + 2 > width or size < 4:
             return ""
         looks = look(leaf.op, self.chart.chunk_of.get((rank, leaf.stage), 0), self.chart.chunks)
         smaller = "" if size == self.font else f' font-size="{_n(size)}"'
@@ -124,7 +124,7 @@ class Boxes:
         )
 
 
-def tracks(row: Sequence[Span]) -> Tracks:
+def tracks(row: Sequence[Span]) -> _Tracks:
     """What is drawn at the back, in front, and as thin marks at the foot, so that no transfer hides a computation."""
     back = [span for span in row if is_neutral(span.action.op)]
     foot = [span for span in row if span.action.op in TRANSFERS]

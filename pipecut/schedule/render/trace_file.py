@@ -11,7 +11,7 @@ from ..timeline import Span
 from .palette import NAMES
 from .rows import Chart, Sources, charts, microseconds
 
-Event = dict[str, object]
+_Event = dict[str, object]
 
 
 def chrome_trace(source: Sources, path: FilePath | None = None) -> str:
@@ -31,7 +31,7 @@ def chrome_trace(source: Sources, path: FilePath | None = None) -> str:
     return saved(json.dumps(trace, separators=(",", ":")), path)
 
 
-def _events(chart: Chart, process: int) -> Iterator[Event]:
+def _events(chart: Chart, process: int) -> Iterator[_Event]:
     factor = microseconds(chart.unit)
     yield _naming("process_name", process, 0, name=f"{chart.name} ({chart.facts})")
     yield _naming("process_sort_index", process, 0, sort_index=process)
@@ -56,14 +56,14 @@ def _events(chart: Chart, process: int) -> Iterator[Event]:
             }
 
 
-def _naming(what: str, process: int, thread: int, **args: object) -> Event:
+def _naming(what: str, process: int, thread: int, **args: object) -> _Event:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
-def _facts(action: Action) -> Event:
+def _facts(action: Action) -> _Event:
     if action.parts:
         return {"parts": [{"action": repr(part), **_facts(part)} for part in action.parts]}
-    facts: Event = {"op": str(action.op), "stage": action.stage}
+    facts: _Event = {"op": str(action.op), "stage": action.stage}
     if action.microbatch is not None:
         facts["tie" if action.op is Op.REDUCE_TIES else "microbatch"] = action.microbatch
     if action.op in TRANSFERS:

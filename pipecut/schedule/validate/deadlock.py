@@ -82,7 +82,7 @@ class _Meetings:
         self.run()
         stuck = [rank for rank in range(len(self.messages)) if self.at(rank) is not None]
         waits = {rank: self._waits_for(rank) for rank in stuck}
-        circle = on_a_circle({rank: peer for rank, peer in waits.items() if self._is_to_come(rank, peer)})
+        circle = _on_a_circle({rank: peer for rank, peer in waits.items() if self._is_to_come(rank, peer)})
         return [self._explain(rank, waits[rank], rank in circle) for rank in stuck]
 
     def _waits_for(self, rank: int) -> int:
@@ -122,10 +122,10 @@ class _Meetings:
         return action
 
 
-def on_a_circle(waits: Mapping[int, int]) -> set[int]:
+def _on_a_circle(waits: Mapping[int, int]) -> set[int]:
     """The ranks that wait, one for the next, for themselves.
 
-    >>> sorted(on_a_circle({0: 1, 1: 2, 2: 1, 3: 0}))
+    >>> sorted(_on_a_circle({0: 1, 1: 2, 2: 1, 3: 0}))
     [1, 2]
     """
     found: set[int] = set()
@@ -161,7 +161,7 @@ def _circles(plan: Plan) -> list[Fault]:
         for peer, what in _blocked_by(plan, rank, step, done):
             if peer != rank and peer in walk.stuck:
                 waits.setdefault(rank, (peer, what))
-    circle = on_a_circle({rank: peer for rank, (peer, _) in waits.items()})
+    circle = _on_a_circle({rank: peer for rank, (peer, _) in waits.items()})
     faults = []
     for rank, (peer, what) in waits.items():
         step, at = walk.stuck[rank], walk.stuck[peer]

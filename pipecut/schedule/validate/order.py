@@ -31,10 +31,10 @@ class Fault:
 # MERGED: Each rank by itself: known actions, each exactly once, each after what it needs.
 
 
-NO_PART = "cannot be part of an overlap; give it a step of its own"
+_NO_PART = "cannot be part of an overlap; give it a step of its own"
 
 
-class Reading(NamedTuple):
+class _Reading(NamedTuple):
     """How one kind of action is read: the slots it needs and fills, and for a transfer its message and other rank."""
 
     needs: tuple[int, ...]
@@ -78,10 +78,10 @@ class Books:
                         steps.setdefault(leaf._replace(op=given), step)
         return self._first_steps[rank].get(wanted)
 
-    def readings(self) -> list[dict[Key, Reading]]:
+    def readings(self) -> list[dict[Key, _Reading]]:
         """For each rank, how to read what it may do."""
         rank_of, slots = self.plan.placement.rank_of, self.ledger.slots
-        readings: list[dict[Key, Reading]] = [{} for _ in self.plan.actions]
+        readings: list[dict[Key, _Reading]] = [{} for _ in self.plan.actions]
         for (op, stage, peer), (needs, fills) in self.ledger.entries.items():
             message, other_rank = -1, -1
             if op in TRANSFERS:
@@ -90,7 +90,7 @@ class Books:
                 message = slots[send.op, send.stage, send.other_stage]
                 other_rank = rank_of[end.other_stage]
             if self.plan.training or op not in BACKWARD:
-                readings[rank_of[stage]][op, stage, peer] = Reading(needs, fills, message, other_rank)
+                readings[rank_of[stage]][op, stage, peer] = _Reading(needs, fills, message, other_rank)
         return readings
 
 
@@ -114,7 +114,7 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
                 needs, fills, message, other_rank = reading
                 if message >= 0 and leaf is not action:
                     books.known = False
-                    faults.append(Fault(rank, step, action, f"{leaf} {NO_PART}"))
+                    faults.append(Fault(rank, step, action, f"{leaf} {_NO_PART}"))
                     continue
                 for slot in needs:
                     if not done[slot + microbatch]:
@@ -138,7 +138,7 @@ def _set_apart(plan: Plan, books: Books, rank: int, step: int, leaf: Action, act
     """Put what is for a whole stage or a tie aside for its own check; a fault for what is none of the plan's."""
     problem = _unknown(plan, rank, leaf)
     if not problem and action.parts:
-        problem = f"{leaf} {NO_PART}"
+        problem = f"{leaf} {_NO_PART}"
     if problem:
         books.known = False
         return [Fault(rank, step, leaf, problem)]

@@ -9,7 +9,7 @@ from ..action import Action, Op
 from ..plan import Plan
 from .order import Books, Fault
 
-REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
+_REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
 
 
 def upkeep_faults(plan: Plan, books: Books) -> list[Fault]:
@@ -66,7 +66,7 @@ def _reductions_missing(plan: Plan, books: Books) -> Iterator[Fault]:
     there: dict[tuple[Op, int, int | None], list[int]] = {}
     for rank, upkeep in enumerate(books.upkeep):
         for step, action in upkeep:
-            if action.op in REDUCTIONS:
+            if action.op in _REDUCTIONS:
                 there.setdefault(_reduction(rank, action), []).append(step)
     kinds = {op for op, _, _ in there}
     wanted: list[tuple[int, Action]] = []

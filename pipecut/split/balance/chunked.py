@@ -12,11 +12,11 @@ import numpy as np
 
 from .problem import Array, Blocks, Memory, Positions, Ranks
 
-MOST_NODES = 50_000
-MOST_ROUNDS = 200
+_MOST_NODES = 50_000
+_MOST_ROUNDS = 200
 
 # How far the memory of the ranks is exceeded, then the bottleneck, then a measure of the rest.
-Quality = tuple[float, float]
+_Quality = tuple[float, float]
 
 
 class ChunkedCuts:
@@ -51,7 +51,7 @@ class ChunkedCuts:
         """The greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
         return max(need / limit for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True))
 
-    def quality(self, cuts: list[int]) -> Quality:
+    def quality(self, cuts: list[int]) -> _Quality:
         """The share by which memory is exceeded, and the bottleneck: the less the better."""
         excess = self.share(cuts) - 1
         return (excess if excess > 1e-9 else 0.0, max(self.loads(cuts)))
@@ -91,7 +91,7 @@ class ChunkedCuts:
     def improved(self, cuts: list[int]) -> list[int]:
         """Move one cut after the other to where the two ranks beside it are best off, until nothing changes."""
         cuts = list(cuts)
-        for _ in range(MOST_ROUNDS):
+        for _ in range(_MOST_ROUNDS):
             before = list(cuts)
             for place in range(len(cuts)):
                 cuts[place] = self._best_place(cuts, place)
@@ -168,7 +168,7 @@ class _Search:
         room = self.blocks.count - (self.ranks.stages - 1 - stage)
         for end in (self.blocks.count,) if last else range(begin + 1, room + 1):
             self.nodes += 1
-            if self.nodes > MOST_NODES:
+            if self.nodes > _MOST_NODES:
                 return False
             time = float(self.cuts._stage_time(stage, np.array(begin), np.array(end)))
             work = (self.blocks.work[end] - self.blocks.work[begin]) / self.ranks.speeds[rank]

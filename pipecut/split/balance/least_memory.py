@@ -14,8 +14,8 @@ from .chunked import ChunkedCuts
 from .problem import Blocks, Ranks, alone
 from .reach import Reach
 
-MOST_NODES = 20_000
-CLOSE = 1e-6
+_MOST_NODES = 20_000
+_CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _bisected(blocks: Blocks, ranks: Ranks, chunked: ChunkedCuts) -> list[int]:
     """Halve the range of the share; what is found is the share of a cut that exists."""
     cuts = [round(blocks.count * stage / ranks.stages) for stage in range(1, ranks.stages)]
     low, high = 0.0, chunked.share(cuts)
-    while high - low > CLOSE * high:
+    while high - low > _CLOSE * high:
         middle = (low + high) / 2
         reach = Reach(blocks, ranks.with_memory(middle))
         reached = reach.within(math.inf)
@@ -65,7 +65,7 @@ def _searched(blocks: Blocks, ranks: Ranks, chunked: ChunkedCuts) -> tuple[list[
     share = chunked.share(start)
     if share > 0:
         # With so little memory that every rank has too little, the least excess is the least share.
-        starved = ChunkedCuts(blocks, ranks.with_memory(CLOSE * share))
+        starved = ChunkedCuts(blocks, ranks.with_memory(_CLOSE * share))
         start = min(start, starved.improved(start), key=chunked.share)
     search = _Search(chunked, start)
     finished = search.extend([0], [0.0] * ranks.ranks)
@@ -91,7 +91,7 @@ class _Search:
         furthest = self.blocks.count - (self.ranks.stages - 1 - stage)
         for end in (self.blocks.count,) if last else range(begin + 1, furthest + 1):
             self.nodes += 1
-            if self.nodes > MOST_NODES:
+            if self.nodes > _MOST_NODES:
                 return False
             grown = [*needs]
             grown[rank] += self.chunked.stage_memory(stage, begin, end)

@@ -205,7 +205,7 @@ def _by_rank(name: str, given: float | Sequence[float], ranks: int) -> tuple[flo
 Positions = npt.NDArray[np.int64]
 
 # So few shared things are looked at one by one for all ends at once; more of them are counted on the way.
-FEW = 8
+_FEW = 8
 
 
 class Memory:
@@ -247,7 +247,7 @@ class Memory:
         if not self._bytes:
             found = np.searchsorted(self._before, self._before - limit - slack)
             return np.minimum(found, np.arange(count + 1))
-        return self._halve(limit + slack) if len(self._bytes) <= FEW else self._slide(limit + slack)
+        return self._halve(limit + slack) if len(self._bytes) <= _FEW else self._slide(limit + slack)
 
     def _halve(self, limit: float) -> Positions:
         """The same for all ends at once, halving the range of the begin."""

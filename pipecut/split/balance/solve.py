@@ -24,10 +24,10 @@ from .reach import Reach, Reached
 
 
 # Places that are looked at for each cut; beyond them only the cheapest ones.
-MOST_PLACES = 600
+_MOST_PLACES = 600
 
 
-def preferred_cuts(reach: Reach, limit: float) -> list[int]:
+def _preferred_cuts(reach: Reach, limit: float) -> list[int]:
     """Cuts with every stage within the limit, and among them the least sum of prices.
 
     The sum is the least of all where each cut has at most MOST_PLACES places to go to.
@@ -61,8 +61,8 @@ def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Ar
     active = [np.array([reach.blocks.count])]
     for stage in range(reach.ranks.stages - 1, 0, -1):
         fine = np.flatnonzero(reached[stage] & reach.begins_of(stage, active[0], limit))
-        if len(fine) > MOST_PLACES:
-            cheapest = fine[np.argsort(prices[fine], kind="stable")[:MOST_PLACES]]
+        if len(fine) > _MOST_PLACES:
+            cheapest = fine[np.argsort(prices[fine], kind="stable")[:_MOST_PLACES]]
             fine = np.union1d(cheapest, [path[stage - 1]])
         active.insert(0, fine)
     return [np.array([0]), *active]
@@ -176,7 +176,7 @@ def _exact(blocks: Blocks, ranks: Ranks, slack: float) -> tuple[list[int], float
     least = reach.least()
     if least is None:
         raise _no_cut_fits(blocks, ranks, leanest_cuts(blocks, ranks))
-    return preferred_cuts(reach, least * (1 + slack)), least
+    return _preferred_cuts(reach, least * (1 + slack)), least
 
 
 def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
@@ -188,7 +188,7 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
         reach = Reach(blocks, limited)
         least = reach.least()
         if least is not None:
-            starts.append(preferred_cuts(reach, least))
+            starts.append(_preferred_cuts(reach, least))
     cuts, certain = chunked.find(starts)
     excess, bottleneck = chunked.quality(cuts)
     if excess > 0:

@@ -35,7 +35,7 @@ from .expressions import Expressions, Naming, is_plain_name
 # MERGED: The `with` blocks that lead from the modes around some code to those that it was traced in.
 
 
-def one_level_in(context: Context, base: Context) -> Context:
+def _one_level_in(context: Context, base: Context) -> Context:
     """The modes one `with` block further in on the way from `base` to `context`."""
     depth = len(base.autocast)
     if len(context.autocast) > depth:
@@ -43,7 +43,7 @@ def one_level_in(context: Context, base: Context) -> Context:
     return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
 
 
-def manager(context: Context, base: Context) -> str:
+def _manager(context: Context, base: Context) -> str:
     """The context manager that switches from the modes of `base` to those of `context`, one level further in."""
     if context.grad != base.grad:
         return f"torch.set_grad_enabled({context.grad})"
@@ -54,7 +54,7 @@ def manager(context: Context, base: Context) -> str:
 # MERGED: Called by generated code: what a module returns is what it returned when it was traced.
 
 
-def require_items(
+def _require_items(
     result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, tensors: tuple[int, ...], label: str
 ) -> Any:
     """A list or tuple must have as many items as then, with tensors in the same places."""
@@ -68,7 +68,7 @@ def require_items(
     )
 
 
-def require_same(result: Any, traced: Any, label: str) -> None:
+def _require_same(result: Any, traced: Any, label: str) -> None:
     """What a module returned besides tensors is part of the trace."""
     if result is not traced and not (type(result) is type(traced) and result == traced):
         raise PipeError(
@@ -95,7 +95,7 @@ class Function:
 
 
 # The values that a stage sends, each with the order of dims in which it lies in memory, if not its own.
-Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
+_Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
 
 
 class Emitter:
@@ -109,7 +109,7 @@ class Emitter:
         self.shared_paths: frozenset[str] = frozenset()
 
     def stage(
-        self, program: Piece, inputs: Sequence[int], prologue: Sequence[str], returns: Sent | Template
+        self, program: Piece, inputs: Sequence[int], prologue: Sequence[str], returns: _Sent | Template
     ) -> list[Function]:
         """The functions of a stage; the last one is the stage's own forward."""
         self.shared_paths = _paths_with_several_forwards(program)
@@ -173,13 +173,13 @@ class _Writer:
 
     def _in_modes(self, pairs: Iterable[tuple[Item, set[Key]]], base: Context) -> None:
         """Write items into `with` blocks where their modes differ from those around."""
-        for context, group in itertools.groupby(pairs, key=lambda pair: one_level_in(pair[0].context, base)):
+        for context, group in itertools.groupby(pairs, key=lambda pair: _one_level_in(pair[0].context, base)):
             if context == base:
                 for item, needed in group:
                     _WRITE[type(item)](self, item, needed)
                     self._forget(item, needed)
                 continue
-            with self._block(f"with {manager(context, base)}:"):
+            with self._block(f"with {_manager(context, base)}:"):
                 self._in_modes(group, context)
 
     def _forget(self, item: Item, needed: set[Key]) -> None:
@@ -247,14 +247,14 @@ class _Writer:
             self.lines.append(f"{self.names[span.result.refs[0]]} = {call}" if needed else call)
             return
         if structure.kind in ("tuple", "list"):
-            check = self.write.shared("require_items", require_items)
+            check = self.write.shared("require_items", _require_items)
             tensors = [path[0][1:-1] for leaf, path in leaves if isinstance(leaf, Ref) and len(path) == 1]
             shape = f"{structure.kind}, {len(structure.children)}, ({''.join(f'{index}, ' for index in tensors)})"
             call = f"{check}({call}, {shape}, {span.label!r})"
         whole = f"result_of_{re.sub(r'[^0-9a-zA-Z]+', '_', span.label)}_{span.begin}"
         self.lines.append(f"{whole} = {call}")
         for leaf, path in fixed:
-            check = self.write.shared("require_same", require_same)
+            check = self.write.shared("require_same", _require_same)
             self.lines.append(f"{check}({whole}{''.join(path)}, {self.write.value(leaf)}, {span.label!r})")
         for leaf, path in leaves:
             if isinstance(leaf, Ref) and leaf.index in needed:

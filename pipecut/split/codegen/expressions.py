@@ -53,10 +53,10 @@ class Naming:
     def path_below(self, path: str, base: str) -> str:
         """The path of a module that lies below `base`, if it has one there."""
         aliases = self.module_aliases.get(path, (path,))
-        return next((alias for alias in aliases if is_below(alias, base)), path)
+        return next((alias for alias in aliases if _is_below(alias, base)), path)
 
 
-def is_below(path: str, base: str) -> bool:
+def _is_below(path: str, base: str) -> bool:
     """Whether a module path is `base` or inside it."""
     return base == "" or path == base or path.startswith(f"{base}.")
 
@@ -96,7 +96,7 @@ class Expressions:
     def module(self, path: str) -> str:
         """The expression for a module."""
         path = self.naming.path_below(path, self.base)
-        if not is_below(path, self.base):
+        if not _is_below(path, self.base):
             self.elsewhere.add(path)
             return f"self._elsewhere[{path!r}]"
         relative = path[len(self.base) + 1 :] if self.base else path

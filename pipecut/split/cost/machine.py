@@ -157,15 +157,15 @@ def _no_wait() -> None:
 
 
 # The backward of an elementwise operation reads the gradient and what was kept, and writes a gradient.
-BACKWARD_BYTES = 1.5
+_BACKWARD_BYTES = 1.5
 
 # Attention runs its forward once more in the backward, and has four products there instead of two.
-ATTENTION_BACKWARD = 2.5
+_ATTENTION_BACKWARD = 2.5
 
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
 ACCUMULATED = 3
 
-TABLES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+_TABLES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,12 @@ class StepTimes:
         again = forward if step.index in self._repeated else 0.0
         name = operator_name(step.target)
         if flops:
-            each = ATTENTION_BACKWARD / 3 if name.endswith("attention") else 1.0
+            each = _ATTENTION_BACKWARD / 3 if name.endswith("attention") else 1.0
             backward = self.machine.time(flops * each, moved * each, dtype)
             return Times(
                 forward, again + backward * len(values), (backward if weights else 0.0) + self._accumulation(weights)
             )
-        factor = 1.0 if name in TABLES else BACKWARD_BYTES
+        factor = 1.0 if name in _TABLES else _BACKWARD_BYTES
         backward = self.machine.time(0, moved * factor, dtype)
         if values:
             return Times(forward, again + backward, self._accumulation(weights))

@@ -34,7 +34,7 @@ class MemoryMap:
         self.is_weight: list[bool] = []
         latest: dict[int | None, int] = {}
         for step in traced.steps:
-            maker = step.index if step.storage is None or makes_new_memory(step) else latest.get(step.storage)
+            maker = step.index if step.storage is None or _makes_new_memory(step) else latest.get(step.storage)
             if maker is None:
                 maker = next((self.maker[ref] for ref in step.refs if traced.steps[ref].storage == step.storage), None)
             maker = step.index if maker is None else maker
@@ -57,7 +57,7 @@ class MemoryMap:
         return bytes_of(self._traced.steps[self.maker[index]])
 
 
-def makes_new_memory(step: Step) -> bool:
+def _makes_new_memory(step: Step) -> bool:
     """Whether an operation that may hand back its argument (dropout) has work to do here."""
     if operator_name(step.target) not in PASS_THROUGH or len(step.args) < 3:
         return False
@@ -75,7 +75,7 @@ Key = int
 
 
 @dataclass(frozen=True)
-class Saved:
+class _Saved:
     """Memory that is kept: `key` says which, as several steps may keep the same."""
 
     key: Key
@@ -89,7 +89,7 @@ class SavedValues:
         self.traced, self.memory = traced, memory
         self._inside = _kept_whole(traced)
 
-    def of(self, step: Step) -> tuple[Saved, ...]:
+    def of(self, step: Step) -> tuple[_Saved, ...]:
         """What a step keeps. Under a checkpoint these are the arguments of the checkpoint, kept by its first step."""
         if step.kind != "op":
             return ()
@@ -98,7 +98,7 @@ class SavedValues:
         name = operator_name(step.target)
         if not self.needs_gradient(step) or self.memory.is_view(step):
             return ()
-        return tuple({saved.key: saved for saved in RULES.get(name, _as_tried)(self, step)}.values())
+        return tuple({saved.key: saved for saved in _RULES.get(name, _as_tried)(self, step)}.values())
 
     def needs_gradient(self, step: Step) -> bool:
         """Whether there is a backward of a step; one that returns several tensors is judged by its arguments."""
@@ -111,21 +111,21 @@ class SavedValues:
         spec = self.traced.steps[index].spec
         return spec is not None and spec.requires_grad
 
-    def value(self, ref: Any) -> Iterator[Saved]:
+    def value(self, ref: Any) -> Iterator[_Saved]:
         """The memory of a value, if it is an activation."""
         if isinstance(ref, Ref) and self.memory.is_activation(ref.index):
-            yield Saved(self.memory.maker[ref.index], self.memory.held(ref.index))
+            yield _Saved(self.memory.maker[ref.index], self.memory.held(ref.index))
 
-    def own(self, step: Step, size: Dim) -> Iterator[Saved]:
+    def own(self, step: Step, size: Dim) -> Iterator[_Saved]:
         """Memory that a step makes besides its result."""
-        yield Saved(-1 - step.index, size)
+        yield _Saved(-1 - step.index, size)
 
-    def _values(self, indices: tuple[int, ...]) -> tuple[Saved, ...]:
+    def _values(self, indices: tuple[int, ...]) -> tuple[_Saved, ...]:
         found = {saved.key: saved for index in indices for saved in self.value(Ref(index))}
         return tuple(found.values())
 
 
-Rule = Callable[[SavedValues, Step], Iterator[Saved]]
+Rule = Callable[[SavedValues, Step], Iterator[_Saved]]
 
 
 def _kept_whole(traced: TracedModel) -> dict[int, tuple[int, ...]]:
@@ -142,19 +142,19 @@ def _kept_whole(traced: TracedModel) -> dict[int, tuple[int, ...]]:
     return inside
 
 
-def _nothing(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _nothing(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     yield from ()
 
 
-def _output(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _output(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     yield from saved.value(Ref(step.index))
 
 
-def _first(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _first(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     yield from saved.value(step.args[0])
 
 
-def _as_tried(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _as_tried(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """What autograd is seen to keep of it; if it cannot be tried, its arguments through which a gradient flows."""
     tried = try_step(saved.traced, step)
     if tried is None or tried.kept is None:
@@ -170,12 +170,12 @@ def _as_tried(saved: SavedValues, step: Step) -> Iterator[Saved]:
         yield from saved.own(step, tried.kept.others)
 
 
-def _all_inputs(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _all_inputs(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     for index in step.refs:
         yield from saved.value(Ref(index))
 
 
-def _indices(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _indices(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """Arguments of whole numbers or truth values: which elements were taken."""
     for index in step.refs:
         spec = saved.traced.steps[index].spec
@@ -183,7 +183,7 @@ def _indices(saved: SavedValues, step: Step) -> Iterator[Saved]:
             yield from saved.value(Ref(index))
 
 
-def _product(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _product(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """Each factor, if a gradient flows into another one."""
     factors = [ref for ref in step.args if isinstance(ref, Ref)]
     factors += [ref for arg in step.args if isinstance(arg, list | tuple) for ref in arg if isinstance(ref, Ref)]
@@ -193,7 +193,7 @@ def _product(saved: SavedValues, step: Step) -> Iterator[Saved]:
             yield from saved.value(factor)
 
 
-def _batched_product(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _batched_product(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """As a product; batches that do not lie one after the other are copied first, and the copy is what is kept."""
     pairs = ((step.args[0], step.args[1]), (step.args[1], step.args[0]))
     for place, (factor, other) in enumerate(pairs):
@@ -203,7 +203,7 @@ def _batched_product(saved: SavedValues, step: Step) -> Iterator[Saved]:
         if spec is None or len(spec.shape) < 3 or _batches_in_order(spec.shape, spec.stride):
             yield from saved.value(factor)
         elif saved.memory.is_activation(factor.index):
-            yield Saved(
+            yield _Saved(
                 -2 * len(saved.traced.steps) - 2 * step.index - place, bytes_of(saved.traced.steps[factor.index])
             )
 
@@ -214,7 +214,7 @@ def _batches_in_order(shape: tuple[Dim, ...], stride: tuple[Dim, ...]) -> bool:
     return all(shape[dim] == 1 or stride[dim] == stride[dim + 1] * shape[dim + 1] for dim in batch)
 
 
-def _linear(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _linear(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """The input, for the gradient of the weight; the weight is counted only where it is made in the forward."""
     value, weight = step.args[:2]
     if isinstance(weight, Ref) and saved.index_needs_gradient(weight.index):
@@ -223,14 +223,14 @@ def _linear(saved: SavedValues, step: Step) -> Iterator[Saved]:
         yield from saved.value(weight)
 
 
-def _quotient(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _quotient(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     dividend, divisor = step.args[:2]
     yield from saved.value(divisor)
     if isinstance(divisor, Ref) and saved.index_needs_gradient(divisor.index):
         yield from saved.value(dividend)
 
 
-def _power(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _power(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     yield from _first(saved, step)
     exponent = step.args[1]
     if isinstance(exponent, Ref):
@@ -238,26 +238,26 @@ def _power(saved: SavedValues, step: Step) -> Iterator[Saved]:
         yield from _output(saved, step)
 
 
-def _dropout(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _dropout(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """What was dropped: a byte for each element, or a factor of its own type on the CPU."""
-    if makes_new_memory(step):
+    if _makes_new_memory(step):
         size = bytes_of(step)
         itemsize = step.spec.dtype.itemsize if step.spec is not None else 1
         yield from saved.own(step, size if saved.traced.device.type == "cpu" else size / itemsize)
 
 
-def _normalised(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _normalised(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """The input; the mean and the deviation of a channel are small."""
     yield from _first(saved, step)
 
 
-def _max_pool(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _max_pool(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """The input, and for each result from which place it is."""
     yield from _first(saved, step)
     yield from saved.own(step, bytes_of(step) / step.spec.dtype.itemsize * 8 if step.spec is not None else 0)
 
 
-def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """The logarithms of all probabilities, and the target."""
     logits = step.args[0]
     yield from saved.own(step, bytes_of(saved.traced.steps[logits.index]))
@@ -266,10 +266,10 @@ def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[Saved]:
 
 
 # Values for each position and hidden unit that the CPU keeps of a recurrent layer, seen with hooks on saved tensors.
-GATES = {"aten::lstm": 19, "aten::gru": 7, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
+_GATES = {"aten::lstm": 19, "aten::gru": 7, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
 
 
-def _recurrent(saved: SavedValues, step: Step) -> Iterator[Saved]:
+def _recurrent(saved: SavedValues, step: Step) -> Iterator[_Saved]:
     """The input, and for each position and layer the gates and states, on the CPU in many small tensors."""
     yield from _first(saved, step)
     place = next(place for place, arg in enumerate(step.args) if type(arg) is int)
@@ -279,7 +279,7 @@ def _recurrent(saved: SavedValues, step: Step) -> Iterator[Saved]:
     hidden = saved.traced.steps[weights[1].index].spec if weights else None
     if positions is not None and hidden is not None:
         volume = positions.shape[0] * positions.shape[1] * hidden.shape[-1] * positions.dtype.itemsize
-        gates = GATES[operator_name(step.target)] if saved.traced.device.type == "cpu" else 8
+        gates = _GATES[operator_name(step.target)] if saved.traced.device.type == "cpu" else 8
         # A layer's results, put together, are the input of the next one.
         yield from saved.own(step, (gates * layers + layers - 1) * directions * volume)
 
@@ -288,7 +288,7 @@ def _of(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten::{name}": rule for name in names.split()}
 
 
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     **_of(_nothing, "add add_ sub sub_ rsub neg sum mean cat stack to _to_copy clone contiguous reshape copy_ pad roll "
           "flip cumsum tril triu masked_select zeros_like ones_like constant_pad_nd upsample_nearest2d repeat "
           "upsample_bilinear2d interpolate index_add slice_scatter select_scatter floor ceil round sign "

@@ -20,7 +20,7 @@ from ...pipe_ir import Dim, Ref, Step, TensorSpec, TracedModel, operator_name
 from .saved import MemoryMap, SavedValues, bytes_of
 from .trial import Shape, try_step
 
-Formula = Callable[[list[Any], Shape], Dim]
+_Formula = Callable[[list[Any], Shape], Dim]
 
 
 def _volume(shape: Shape) -> Dim:
@@ -85,11 +85,11 @@ def _eager_call(args: list[Any], out: Shape) -> Dim:
     return 2 * rows * sum(_volume(weight) for weight in args[1] if len(weight) > 1)
 
 
-def _of(formula: Formula, names: str) -> dict[str, Formula]:
+def _of(formula: _Formula, names: str) -> dict[str, _Formula]:
     return {f"aten::{name}": formula for name in names.split()}
 
 
-FORMULAS: Mapping[str, Formula] = {
+_FORMULAS: Mapping[str, _Formula] = {
     **_of(_contraction, "linear matmul mm bmm mv dot vdot _grouped_mm _scaled_mm"),
     **_of(_second_contraction, "addmm baddbmm addmv"),
     **_of(_batch_sum, "addbmm"),
@@ -110,7 +110,7 @@ def step_flops(traced: TracedModel, step: Step) -> Dim:
     """The floating-point operations of a step's matrix products and convolutions; 0 for all other operations."""
     if step.kind != "op":
         return 0
-    formula = FORMULAS.get(operator_name(step.target))
+    formula = _FORMULAS.get(operator_name(step.target))
     if formula is None:
         return _flops_of_parts(traced, step)
 
@@ -127,7 +127,7 @@ def step_flops(traced: TracedModel, step: Step) -> Dim:
 def _flops_of_parts(traced: TracedModel, step: Step) -> Dim:
     tried = try_step(traced, step) if _may_hold_products(step.target) else None
     parts = () if tried is None else tried.parts
-    return sum((FORMULAS[part.name](list(part.args), part.out) for part in parts if part.name in FORMULAS), 0)
+    return sum((_FORMULAS[part.name](list(part.args), part.out) for part in parts if part.name in _FORMULAS), 0)
 
 
 @functools.cache
@@ -241,7 +241,7 @@ class CostFinder:
         """The bytes that a step reads and writes; a view moves none."""
         if step.kind != "op" or self.memory.is_view(step):
             return 0
-        return MOVED.get(operator_name(step.target), _everything)(self.traced, step)
+        return _MOVED.get(operator_name(step.target), _everything)(self.traced, step)
 
     def is_parameter(self, index: int) -> bool:
         """Whether a value is a parameter of the model, trained or frozen."""
@@ -268,7 +268,7 @@ def _two_reads(traced: TracedModel, step: Step) -> Dim:
     return _everything(traced, step) + _sum(bytes_of(traced.steps[index]) for index in step.refs[:1])
 
 
-MOVED: Mapping[str, Callable[[TracedModel, Step], Dim]] = {
+_MOVED: Mapping[str, Callable[[TracedModel, Step], Dim]] = {
     **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _taken),
     **dict.fromkeys(
         (

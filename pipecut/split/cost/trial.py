@@ -39,7 +39,7 @@ Shape = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class _Slot:
     """The place of a tensor among the tensors of a call."""
 
     number: int
@@ -112,7 +112,7 @@ def _call_of(traced: TracedModel, step: Step) -> Call | None:
         or not all(isinstance(size, sympy.Expr) and size.is_integer for size in sizes)
     ):
         return None
-    slots = {index: Slot(number) for number, index in enumerate(indices)}
+    slots = {index: _Slot(number) for number, index in enumerate(indices)}
     device = traced.device if traced.device.type != "meta" else torch.device("cpu")
 
     def plain(leaf: Any) -> Any:
@@ -143,7 +143,7 @@ def _tried(call: Call) -> Tried | None:
         tensors = [sizes.tensor(spec, call.device) for spec in call.tensors]
 
     def real(leaf: Any) -> Any:
-        if isinstance(leaf, Slot):
+        if isinstance(leaf, _Slot):
             return tensors[leaf.number]
         return sizes.size(leaf.expr) if isinstance(leaf, Size) else leaf
 

@@ -36,7 +36,7 @@ from .weights import StageWeights, least_work
 # MERGED: Where a weight's gradient takes no longer than to find it in the graph and to put it off, that would gain nothing.
 
 
-def hold_gradients(
+def _hold_gradients(
     starts: Starts, inputs: Sequence[Any], receivers: Receivers, parameters: Sequence[Tensor]
 ) -> tuple[Gradients, PendingWeights]:
     """Run the full backward with the parameters' `.grad` put aside; afterwards it is as it was."""
@@ -120,7 +120,7 @@ def input_backward(
     free = parameters if isinstance(parameters, StageWeights) and parameters.are_free() else None
     on_cpu = starts.outputs[0].is_cpu
     if free is not None and not (free.pay_for(receivers.values(), on_cpu) and _may_be_chosen(receivers)):
-        return hold_gradients(starts, inputs, receivers, free.parameters)
+        return _hold_gradients(starts, inputs, receivers, free.parameters)
     roots = [get_gradient_edge(output).node for output in starts.outputs]
     graph = Graph(roots, receivers.values(), least_work(on_cpu))
     if graph.has_reentrant_checkpoint or not graph.reaches_inputs:
@@ -128,7 +128,7 @@ def input_backward(
     if not graph.reaches_inputs:
         return (None,) * len(inputs), _all_later(starts)
     if free is not None and not graph.cuts:
-        return hold_gradients(starts, inputs, receivers, free.parameters)
+        return _hold_gradients(starts, inputs, receivers, free.parameters)
     if graph.has_reentrant_checkpoint:
         raise _reentrant_checkpoint()
     return defer_weights(starts, inputs, receivers, graph)

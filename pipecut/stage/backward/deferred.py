@@ -19,10 +19,10 @@ from .weights import is_alone, put_hook, work_of
 # MERGED: Operations whose weight gradients can be computed apart from the rest of their backward, and how.
 
 
-Edges: TypeAlias = tuple[int, ...]
+_Edges: TypeAlias = tuple[int, ...]
 
 
-class Recipe(NamedTuple):
+class _Recipe(NamedTuple):
     """How to get some gradients that an operation sends on, from the one that arrives and saved tensors of these names.
 
     `work` estimates the cost, in operations on numbers; below 0 it never pays to put the gradients off.
@@ -36,8 +36,8 @@ class Recipe(NamedTuple):
 class Operation(NamedTuple):
     """The edges of an operation along which weights may lie, those that go together as one, and recipes for them."""
 
-    weight_edges: tuple[Edges, ...]
-    recipe: Callable[[Any, Edges], Recipe]
+    weight_edges: tuple[_Edges, ...]
+    recipe: Callable[[Any, _Edges], _Recipe]
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class _Product:
     right_edge: int = 1
     scale: str = ""
 
-    def __call__(self, node: Any, edges: Edges) -> Recipe:
+    def __call__(self, node: Any, edges: _Edges) -> _Recipe:
         scale = getattr(node, f"_saved_{self.scale}") if self.scale else 1
         rows, inner = getattr(node, f"_saved_{self.left}_sym_sizes")
         columns = getattr(node, f"_saved_{self.right}_sym_sizes")[1]
         if edges == (self.right_edge,):
             flipped = getattr(node, f"_saved_{self.right}_sym_strides") == (1, inner)
             formula = functools.partial(_right_factor, flipped, scale)
-            return Recipe(work_of(inner * columns, rows), (self.left,), formula)
+            return _Recipe(work_of(inner * columns, rows), (self.left,), formula)
         flipped = getattr(node, f"_saved_{self.left}_sym_strides") == (1, rows)
-        return Recipe(work_of(rows * inner, columns), (self.right,), functools.partial(_left_factor, flipped, scale))
+        return _Recipe(work_of(rows * inner, columns), (self.right,), functools.partial(_left_factor, flipped, scale))
 
 
 def _right_factor(flipped: bool, scale: Any, gradient: Tensor, left: Tensor) -> tuple[Tensor]:
@@ -75,13 +75,13 @@ def _scaled(product: Tensor, scale: Any) -> Tensor:
     return product if scale == 1 else product * scale.conjugate()
 
 
-def _batched_product(node: Any, edges: Edges) -> Recipe:
+def _batched_product(node: Any, edges: _Edges) -> _Recipe:
     """`left @ right` of two batches of matrices, which is also what einsum makes of most products."""
     _, rows, columns = node._input_metadata[0].shape
     elements = _elements_behind(node, *edges)
     if edges == (1,):
-        return Recipe(work_of(elements, rows), ("self",), _batched_right_factor)
-    return Recipe(work_of(elements, columns), ("mat2",), _batched_left_factor)
+        return _Recipe(work_of(elements, rows), ("self",), _batched_right_factor)
+    return _Recipe(work_of(elements, columns), ("mat2",), _batched_left_factor)
 
 
 def _elements_behind(node: Any, edge: int) -> int:
@@ -99,7 +99,7 @@ def _batched_left_factor(gradient: Tensor, right: Tensor) -> tuple[Tensor]:
     return (gradient.bmm(right.transpose(1, 2).conj()),)
 
 
-def _convolution(node: Any, edges: Edges) -> Recipe:
+def _convolution(node: Any, edges: _Edges) -> _Recipe:
     """Weight and bias together: the kernels that compute one often compute the other along with it."""
     shape = node._input_metadata[0].shape
     has_bias = node.next_functions[2][0] is not None
@@ -107,7 +107,7 @@ def _convolution(node: Any, edges: Edges) -> Recipe:
     names = "bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
     options = [getattr(node, f"_saved_{name}") for name in names]
     formula = functools.partial(_convolution_weight, options, has_bias)
-    return Recipe(-1 if has_bias and 2 not in edges else work, ("input", "weight"), formula)
+    return _Recipe(-1 if has_bias and 2 not in edges else work, ("input", "weight"), formula)
 
 
 def _convolution_weight(
@@ -118,13 +118,13 @@ def _convolution_weight(
     return (weight_gradient, bias_gradient) if has_bias else (weight_gradient,)
 
 
-def _embedding(node: Any, _: Edges) -> Recipe:
+def _embedding(node: Any, _: _Edges) -> _Recipe:
     rows, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
     sparse, by_frequency = node._saved_sparse, node._saved_scale_grad_by_freq
     # No padding is -1, which the node shows as an unsigned number.
     options = rows, padding - 2**64 if padding >= 2**63 else padding, by_frequency, sparse
     work = -1 if sparse else work_of(_elements_behind(node, 0), 0)
-    return Recipe(work, ("indices",), functools.partial(_embedding_weight, options))
+    return _Recipe(work, ("indices",), functools.partial(_embedding_weight, options))
 
 
 def _embedding_weight(options: tuple[Any, ...], gradient: Tensor, indices: Tensor) -> tuple[Tensor]:
@@ -149,7 +149,7 @@ class Deferred:
 
     __slots__ = ("_formula", "_gradient", "_handle", "_kind", "_targets", "_tensors", "_versions")
 
-    def __init__(self, node: Node, recipe: Recipe, tensors: Sequence[Tensor], targets: Sequence[tuple[Node, int]]):
+    def __init__(self, node: Node, recipe: _Recipe, tensors: Sequence[Tensor], targets: Sequence[tuple[Node, int]]):
         self._kind = type(node).__name__
         self._formula = recipe.formula
         # Without detach() each would keep the graph behind it alive.
@@ -164,7 +164,7 @@ class Deferred:
         self._handle = put_hook(node.register_hook, self._note)
 
     @classmethod
-    def of(cls, node: Node, recipe: Recipe, targets: Sequence[tuple[Node, int]]) -> Deferred | None:
+    def of(cls, node: Node, recipe: _Recipe, targets: Sequence[tuple[Node, int]]) -> Deferred | None:
         """Put a recipe off; None where something is in the way.
 
         That is: saved tensors that are sparse or packed by hooks, as checkpoints and offloading do it, and hooks of

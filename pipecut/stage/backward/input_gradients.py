@@ -123,7 +123,7 @@ class Graph:
         return found
 
 
-def groups_of(cuts: Iterable[Cut]) -> list[list[Deferred]]:
+def _groups_of(cuts: Iterable[Cut]) -> list[list[Deferred]]:
     """Cuts that share something behind them belong together: what they share runs once, on the sum."""
     group_of: dict[Node, list[Cut]] = {}
     for cut in cuts:
@@ -162,7 +162,7 @@ def defer_weights(
         if gradient is not None:
             ways.append(parameter)
             held.append(gradient)
-    groups = groups_of(graph.cuts)
+    groups = _groups_of(graph.cuts)
     finish = functools.partial(_finish, ways, held, groups)
     return gradients, PendingWeights(finish, functools.partial(_waiting, held, groups))
 

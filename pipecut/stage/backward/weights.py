@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 # MERGED: How many hooks anybody has put anywhere, besides our own: a number that tells at once whether nothing has changed.
 
 
-Hook: TypeAlias = Callable[..., Any]
+_Hook: TypeAlias = Callable[..., Any]
 
 _own = 0
 
 
-def put_hook(register: Callable[[Hook], RemovableHandle], hook: Hook) -> RemovableHandle:
+def put_hook(register: Callable[[_Hook], RemovableHandle], hook: _Hook) -> RemovableHandle:
     """Register a hook of ours, which does not count."""
     global _own
     before = RemovableHandle.next_id
@@ -38,13 +38,13 @@ def is_alone(handle: RemovableHandle) -> bool:
     return hooks is not None and len(hooks) == 1
 
 
-def hooks_of_others() -> int:
+def _hooks_of_others() -> int:
     """The number of hooks that others have put on tensors, modules and operations since the process began.
 
     >>> import torch
-    >>> before = hooks_of_others()
+    >>> before = _hooks_of_others()
     >>> handle = torch.nn.Linear(1, 1).weight.register_hook(print)
-    >>> hooks_of_others() - before
+    >>> _hooks_of_others() - before
     1
     """
     return RemovableHandle.next_id - _own
@@ -69,7 +69,7 @@ _MICROSECONDS_A_MATRIX, _MICROSECONDS_A_PARAMETER = 40, 10
 _TOLERANCE = 0.04
 
 
-class Sizes(NamedTuple):
+class _Sizes(NamedTuple):
     """How large the parameters of a stage are: `sides` adds up the inputs and outputs of one row."""
 
     parameters: int
@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
     sides: int
 
 
-def sizes_of(parameters: Iterable[Tensor]) -> Sizes:
+def sizes_of(parameters: Iterable[Tensor]) -> _Sizes:
     """The sums over some parameters.
 
     >>> sizes_of(torch.nn.Linear(100, 20).parameters())
@@ -91,7 +91,7 @@ def sizes_of(parameters: Iterable[Tensor]) -> Sizes:
         if parameter.dim() > 1:
             matrices.append(parameter)
     elements = sum(matrix.numel() for matrix in matrices)
-    return Sizes(count, len(matrices), elements, sum(matrix.shape[0] + matrix.shape[1] for matrix in matrices))
+    return _Sizes(count, len(matrices), elements, sum(matrix.shape[0] + matrix.shape[1] for matrix in matrices))
 
 
 def work_of(elements: int, rows: int) -> int:
@@ -103,7 +103,7 @@ def work_of(elements: int, rows: int) -> int:
     return elements * (2 * rows + _GRADIENT_ELEMENT)
 
 
-def least_rows(sizes: Sizes, on_cpu: bool) -> float:
+def least_rows(sizes: _Sizes, on_cpu: bool) -> float:
     """How many rows the weights of a stage have to be multiplied with, so that it pays to put their gradients off.
 
     >>> least_rows(sizes_of(torch.nn.Linear(64, 64).parameters()), on_cpu=True)
@@ -175,8 +175,8 @@ class StageWeights:
 
         It takes next to no time if nobody has put a hook on anything since.
         """
-        if self._are_plain and (self._are_held or self._hooks_at_look != hooks_of_others()):
-            self._hooks_at_look = hooks_of_others()
+        if self._are_plain and (self._are_held or self._hooks_at_look != _hooks_of_others()):
+            self._hooks_at_look = _hooks_of_others()
             self._are_held = any(map(_is_held, self.parameters))
 
     def pay_for(self, values: Iterable[Tensor], on_cpu: bool) -> bool:
@@ -187,10 +187,10 @@ class StageWeights:
         """Whether it makes no difference who adds gradients to `.grad`: nobody waits for autograd to do it."""
         if self._are_held:
             return False
-        if self._hooks_when_free != hooks_of_others():
+        if self._hooks_when_free != _hooks_of_others():
             if any(map(_has_hooks, self.parameters)):
                 return False
-            self._hooks_when_free = hooks_of_others()
+            self._hooks_when_free = _hooks_of_others()
         return True
 
 

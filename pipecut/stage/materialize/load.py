@@ -21,7 +21,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """What a stage takes from a checkpoint."""
 
     found: Mapping[str, StageTensor]  # by the name in the checkpoint; of a tie that was saved twice, the first
@@ -31,7 +31,7 @@ class Wanted:
 
 def find_in(
     checkpoint: Checkpoint, tensors: Sequence[StageTensor], rename: Callable[[str], str] | None = None
-) -> Wanted:
+) -> _Wanted:
     """Look for each tensor under all names that it has in the model."""
     known = checkpoint.names
     found: dict[str, StageTensor] = {}
@@ -45,11 +45,11 @@ def find_in(
             again |= dict.fromkeys(present[1:], present[0])
         elif tensor.persistent:
             missing.append(tensor)
-    return Wanted(found, again, missing)
+    return _Wanted(found, again, missing)
 
 
 def check_names(
-    checkpoint: Checkpoint, wanted: Wanted, model: nn.Module, rename: Callable[[str], str] | None = None
+    checkpoint: Checkpoint, wanted: _Wanted, model: nn.Module, rename: Callable[[str], str] | None = None
 ) -> None:
     """Everything that the stage needs is there, and nothing that the model does not know."""
     # A buffer that is not saved now may have been saved once.
@@ -78,7 +78,7 @@ def _lines(names: Sequence[str]) -> str:
     return "".join(f"\n  {name}" for name in names[:_SHOWN]) + more
 
 
-def check_forms(checkpoint: Checkpoint, wanted: Wanted, dtype: torch.dtype | None) -> None:
+def check_forms(checkpoint: Checkpoint, wanted: _Wanted, dtype: torch.dtype | None) -> None:
     """Shapes are the model's, and dtypes are, or are to be converted."""
     shapes, dtypes, kept = [], [], set()
     for name, tensor in wanted.found.items():
@@ -121,7 +121,7 @@ def check_dtype(tensors: Sequence[StageTensor], dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def read(checkpoint: Checkpoint, wanted: Wanted) -> None:
+def read(checkpoint: Checkpoint, wanted: _Wanted) -> None:
     """Fill the tensors; a tie that was saved under several names must have been saved with the same values."""
     checkpoint.read({name: tensor.new for name, tensor in wanted.found.items()})
     for name, first in wanted.again.items():
@@ -209,7 +209,7 @@ def _listed(paths: list[Path]) -> str:
     return ", ".join(path.name for path in paths[:6]) + (", ..." if len(paths) > 6 else "")
 
 
-class Sharded:
+class _Sharded:
     """Files that hold the tensors of one model; only those that are asked for are opened."""
 
     def __init__(self, where: str, file_of: Mapping[str, Path]) -> None:
@@ -245,16 +245,16 @@ class Sharded:
         return self._opened[path]
 
 
-def _read_index(path: Path) -> Sharded:
+def _read_index(path: Path) -> _Sharded:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         file_of = {name: path.parent / file for name, file in content["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f'{path} is not an index: it has no "weight_map" from names to files') from error
-    return Sharded(str(path), file_of)
+    return _Sharded(str(path), file_of)
 
 
-def _of_all_files(path: Path, files: list[Path]) -> Sharded:
+def _of_all_files(path: Path, files: list[Path]) -> _Sharded:
     file_of: dict[str, Path] = {}
     for file in files:
         for name in SafetensorsFile(file).names:
@@ -264,4 +264,4 @@ def _of_all_files(path: Path, files: list[Path]) -> Sharded:
                     "says which counts: remove the files of the other checkpoint"
                 )
             file_of[name] = file
-    return Sharded(str(path), file_of)
+    return _Sharded(str(path), file_of)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .checkpoint import Entry, short_name
 
-DTYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -34,7 +34,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LARGEST_HEADER = 100_000_000
 _PIECE = 4 << 20  # bytes that are in memory beside the tensor that they go to
 
@@ -117,9 +117,9 @@ def _place(path: Path, name: str, info: Mapping[str, Any], start: int) -> _Place
         code, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise _not_safetensors(path) from error
-    if code not in DTYPES:
-        raise CheckpointError(f"{name} in {path} has the dtype {code}; those that can be read are {', '.join(DTYPES)}")
-    entry = Entry(tuple(shape), DTYPES[code])
+    if code not in _DTYPES:
+        raise CheckpointError(f"{name} in {path} has the dtype {code}; those that can be read are {', '.join(_DTYPES)}")
+    entry = Entry(tuple(shape), _DTYPES[code])
     if end - begin != entry.nbytes:
         raise CheckpointError(f"{name} in {path} has {end - begin} bytes, and a {entry} has {entry.nbytes}")
     return _Place(entry, start + begin)

@@ -42,9 +42,9 @@ def open_call(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, signature
     arg_leaves, arg_structure = open_value(tuple(args))
     kwarg_leaves, kwarg_structure = open_value(dict(kwargs or {}))
     if signature is None:
-        names = names_by_place(arg_structure, kwarg_structure)
+        names = _names_by_place(arg_structure, kwarg_structure)
     else:
-        names = names_by_signature(signature, arg_structure, kwarg_structure)
+        names = _names_by_signature(signature, arg_structure, kwarg_structure)
     return Call([*arg_leaves, *kwarg_leaves], names, arg_structure, kwarg_structure)
 
 
@@ -68,21 +68,21 @@ def _close_masks(structure: Structure, leaves: Iterator[Any]) -> tuple[list[Any]
     return [leaf for found, _ in parts for leaf in found], closed
 
 
-def names_by_place(args: Structure, kwargs: Structure) -> list[str]:
+def _names_by_place(args: Structure, kwargs: Structure) -> list[str]:
     """The leaves of a call without a signature: `args[0]['ids']` for a positional one, `mask` for a keyword.
 
-    >>> names_by_place(flatten(({"ids": 1},))[1], flatten({"mask": 2})[1])
+    >>> _names_by_place(flatten(({"ids": 1},))[1], flatten({"mask": 2})[1])
     ["args[0]['ids']", 'mask']
     """
     return [*("args" + "".join(path) for path in args.paths()), *map(_by_keyword, kwargs.paths())]
 
 
-def names_by_signature(signature: inspect.Signature, args: Structure, kwargs: Structure) -> list[str]:
+def _names_by_signature(signature: inspect.Signature, args: Structure, kwargs: Structure) -> list[str]:
     """The leaves of a call under the names of the parameters, as in `TracedInput.path`.
 
     >>> def forward(x, *rest, scale=1.0, **options): ...
     >>> structures = [flatten(value)[1] for value in ((1, {"ids": 2}), {"mask": 3})]
-    >>> names_by_signature(inspect.signature(forward), *structures)
+    >>> _names_by_signature(inspect.signature(forward), *structures)
     ['x', "rest[0]['ids']", "options['mask']"]
     """
     numbers = (_Nth(index) for index in itertools.count())

@@ -22,7 +22,7 @@ _FOLD = "CustomReducer(init_value, reduce_fn) in output_merge_spec folds it, Rep
 
 
 @dataclass(frozen=True)
-class Leaf:
+class _Leaf:
     """One leaf of the result: its name, its value in each microbatch, and how to merge it."""
 
     name: str
@@ -51,7 +51,7 @@ class Leaf:
         return tuple(int(value.shape[0]) for value in self.values)
 
 
-def the_same(leaf: Leaf) -> Any:
+def _the_same(leaf: _Leaf) -> Any:
     """The value that all microbatches have."""
     first = leaf.values[0]
     for index, value in enumerate(leaf.values):
@@ -71,7 +71,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def mean(leaf: Leaf, weights: Sequence[float] | None) -> torch.Tensor:
+def _mean(leaf: _Leaf, weights: Sequence[float] | None) -> torch.Tensor:
     """The mean of tensors without dims, weighted if there are weights."""
     first: torch.Tensor = leaf.values[0]
     if all(value is first for value in leaf.values):
@@ -87,7 +87,7 @@ def mean(leaf: Leaf, weights: Sequence[float] | None) -> torch.Tensor:
     return (total / sum(weights)).to(first.dtype)
 
 
-def _same_number(leaf: Leaf) -> torch.Tensor:
+def _same_number(leaf: _Leaf) -> torch.Tensor:
     first: torch.Tensor = leaf.values[0]
     numbers = [value.item() for value in leaf.values]
     if len(set(numbers)) > 1:
@@ -98,7 +98,7 @@ def _same_number(leaf: Leaf) -> torch.Tensor:
     return first
 
 
-def joined(leaf: Leaf, dim: int) -> torch.Tensor:
+def _joined(leaf: _Leaf, dim: int) -> torch.Tensor:
     """Tensors one after the other along a dim."""
     if not all(isinstance(value, torch.Tensor) for value in leaf.values):
         kinds = ", ".join(type(value).__name__ for value in leaf.values)
@@ -111,7 +111,7 @@ def joined(leaf: Leaf, dim: int) -> torch.Tensor:
     return join_distributed(leaf.values, dim) if is_distributed(first) else torch.cat(leaf.values, dim)
 
 
-def _refuse_mixed_placements(leaf: Leaf) -> None:
+def _refuse_mixed_placements(leaf: _Leaf) -> None:
     distributed = [is_distributed(value) for value in leaf.values]
     if not any(distributed):
         return
@@ -134,7 +134,7 @@ def _placed(tensor: Any) -> str:
     return f"{tensor.placements} on {tensor.device_mesh}"
 
 
-def _refuse_misfits(leaf: Leaf, dim: int) -> None:
+def _refuse_misfits(leaf: _Leaf, dim: int) -> None:
     """Chunks may differ along the dim in which they are joined, and in nothing else."""
     first = leaf.values[0]
     if not -first.dim() <= dim < first.dim():
@@ -189,7 +189,7 @@ def merge_chunks(
     rules = match_specs(chunk_spec, structure, _SPEC, _KINDS)
     columns = zip(*(values for values, _ in opened), strict=True)
     leaves = [
-        Leaf("output" + "".join(path), values, rule)
+        _Leaf("output" + "".join(path), values, rule)
         for path, values, rule in zip(structure.paths(), columns, rules, strict=True)
     ]
     _check_samples(leaves, sizes, rows)
@@ -209,17 +209,17 @@ def _is_around(chunk_spec: Any, structure: Structure) -> bool:
     return structure.rebuild is None and isinstance(chunk_spec, tuple | list) and len(chunk_spec) == 1
 
 
-def _merged(leaf: Leaf, weights: Sequence[float] | None) -> Any:
+def _merged(leaf: _Leaf, weights: Sequence[float] | None) -> Any:
     spec, values = leaf.rule.spec, leaf.values
     if isinstance(spec, Replicate):
         return values[0]
     if isinstance(spec, CustomReducer):
         return functools.reduce(spec.reduce_fn, values, spec.init_value)
     if not leaf.has_tensors:
-        return the_same(leaf)
+        return _the_same(leaf)
     if leaf.is_without_dims:
-        return mean(leaf, weights)
-    return joined(leaf, spec.split_dim if isinstance(spec, TensorChunkSpec) else 0)
+        return _mean(leaf, weights)
+    return _joined(leaf, spec.split_dim if isinstance(spec, TensorChunkSpec) else 0)
 
 
 def _check(opened: Sequence[tuple[list[Any], Structure]], sizes: Sequence[int] | None) -> None:
@@ -252,7 +252,7 @@ def _is_known(counts: Sequence[int], sizes: Sequence[int], known: Sequence[Colle
     return multiple and len(known) == len(counts) and all(map(lambda some, one: one in some, known, counts))
 
 
-def _check_samples(leaves: Sequence[Leaf], sizes: Sequence[int] | None, known: Sequence[Collection[int]]) -> None:
+def _check_samples(leaves: Sequence[_Leaf], sizes: Sequence[int] | None, known: Sequence[Collection[int]]) -> None:
     """Dim 0 is the samples' where no spec says otherwise; it has one row, or several, for each of them."""
     rows = {leaf.name: leaf.rows for leaf in leaves if leaf.is_joined_by_default}
     expected = next(iter(rows.values()), ()) if sizes is None else tuple(sizes)

@@ -38,13 +38,13 @@ def batch_of(mask: BlockMask) -> int:
     return mask.kv_indices.shape[0] if mask.kv_indices.dim() == 4 else 1
 
 
-def cut_block_mask(mask: BlockMask, ranges: Sequence[tuple[int, int]]) -> list[BlockMask]:
+def _cut_block_mask(mask: BlockMask, ranges: Sequence[tuple[int, int]]) -> list[BlockMask]:
     """Masks of ranges (start, size) of samples; `mask_mod` sees a sample under its number in the whole batch.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> lengths = torch.tensor([2, 3, 4])
     >>> mask = create_block_mask(lambda b, h, q, k: k < lengths[b], B=3, H=None, Q_LEN=4, KV_LEN=4, device="cpu")
-    >>> first, second = cut_block_mask(mask, [(0, 2), (2, 1)])
+    >>> first, second = _cut_block_mask(mask, [(0, 2), (2, 1)])
     >>> first.shape, second.shape
     ((2, 1, 4, 4), (1, 1, 4, 4))
     >>> [bool(second.mask_mod(torch.tensor(0), 0, 0, key)) for key in range(5)]
@@ -83,7 +83,7 @@ def is_distributed(value: Any) -> TypeIs[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def cut_distributed(tensor: DTensor, dim: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def _cut_distributed(tensor: DTensor, dim: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """Views of ranges (start, size) of rows, placed as the tensor is.
 
     If `dim` is itself sharded, the rows of a microbatch are not on the ranks that must hold them: the tensor is
@@ -143,9 +143,9 @@ def cut(value: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
     """Consecutive rows of a tensor or BlockMask: views, through which a gradient reaches the whole tensor."""
     ranges = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
     if is_block_mask(value):
-        return list(cut_block_mask(value, ranges))
+        return list(_cut_block_mask(value, ranges))
     if is_distributed(value):
-        return list(cut_distributed(value, dim, ranges))
+        return list(_cut_distributed(value, dim, ranges))
     # Not torch.split: autograd forbids in-place operations on views that one operation made several of.
     return [value.narrow(dim, start, size) for start, size in ranges]
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, register_fsdp_forw
 
 from .replica import Alone
 
-Passage = Callable[[Tensor], Tensor]
+_Passage = Callable[[Tensor], Tensor]
 
 
 class Shards(Alone):
@@ -118,12 +118,12 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         yield from _roots(child)
 
 
-def _passage(root: nn.Module) -> Passage:
+def _passage(root: nn.Module) -> _Passage:
     """A forward of the module that runs nothing of it, only what fully_shard does before and after one."""
     name = "_pipecut_passage"
     setattr(root, name, torch.clone)
     register_fsdp_forward_method(root, name)
-    passage = cast(Passage, getattr(root, name))
+    passage = cast(_Passage, getattr(root, name))
     delattr(root, name)
     return passage
 
