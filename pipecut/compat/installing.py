@@ -103,7 +103,8 @@ def _remove_finder() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "InstallPipecutWhenImported"]
 
 
-# MERGED: Runs a script as `python script.py` does, and shows its uncaught errors as Python does: from its own lines on.
+# MERGED: Runs a script as `python script.py` does, and shows its uncaught errors as Python does: from its own
+# MERGED: lines on.
 
 
 def run_script(script: str) -> None:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 # MERGED: Where a launch and its ranks leave things for each other: files in a directory of their own.
 # MERGED:
-# MERGED: Files outlive the process that wrote them. So nobody waits at a pipe whose other end was killed, and no port can be
+# MERGED: Files outlive the process that wrote them. So nobody waits at a pipe whose other end was killed, and no
+# MERGED: port can be
 # MERGED: taken by somebody else in the meantime.
 
 

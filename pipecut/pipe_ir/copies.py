@@ -173,7 +173,8 @@ def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
 
 # MERGED: Stand-ins for tensors on the meta device: fake tensors that say they are on the CPU.
 # MERGED:
-# MERGED: On the meta device a tensor that the forward makes from Python values would lose them, and mix with no other device.
+# MERGED: On the meta device a tensor that the forward makes from Python values would lose them, and mix with no
+# MERGED: other device.
 
 
 def stand_in_for_meta(

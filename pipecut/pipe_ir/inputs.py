@@ -216,7 +216,8 @@ def ambient_autocast() -> str:
 
 # MERGED: Examples with sizes of 1, enlarged for a trace.
 # MERGED:
-# MERGED: Much is different for one sample: rows are broadcast, every layout is contiguous. A trace would hold for it alone.
+# MERGED: Much is different for one sample: rows are broadcast, every layout is contiguous. A trace would hold for
+# MERGED: it alone.
 # MERGED: Only shapes matter to a trace, so that the same rows twice do as well.
 
 

@@ -82,7 +82,8 @@ def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) 
             values[index] = values[index].detach().requires_grad_()
 
 
-# MERGED: The times of one stage module: forward, the gradients of its inputs, those of its weights, or both in one go.
+# MERGED: The times of one stage module: forward, the gradients of its inputs, those of its weights, or both in one
+# MERGED: go.
 
 
 _PASSES = 3

@@ -69,8 +69,10 @@ def _moments(plan: Plan, rank: int) -> Array:
 
 # MERGED: Cuts by what ranks really need: the leanest one, and faster ones that still fit.
 # MERGED:
-# MERGED: The balance knows what adds up over blocks. Gradients that an operation's backward makes, activations that are computed
-# MERGED: again and weight gradients that are put off follow from the whole stage: from the cuts of the balance, one cut or some
+# MERGED: The balance knows what adds up over blocks. Gradients that an operation's backward makes, activations
+# MERGED: that are computed
+# MERGED: again and weight gradients that are put off follow from the whole stage: from the cuts of the balance,
+# MERGED: one cut or some
 # MERGED: neighbours are moved at a time, as long as that makes it better.
 
 

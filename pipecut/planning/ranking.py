@@ -27,7 +27,8 @@ from .group import on_all_ranks, on_each_rank, on_first_rank
 from .measure import Rehearsal, StageTimes
 from .training_plan import Alternative, Source
 
-# MERGED: Whether the model runs with other numbers of samples than the example has: tried on stand-ins, which hold no data.
+# MERGED: Whether the model runs with other numbers of samples than the example has: tried on stand-ins, which hold
+# MERGED: no data.
 
 
 def refused_sizes(traced: TracedModel, source: Source, sizes: Iterable[int]) -> dict[int, str]:
@@ -247,7 +248,8 @@ def _is_v(placement: Placement) -> bool:
     return placement.stages == 2 * ranks and placement.rank_of[ranks] == ranks - 1 and ranks > 1
 
 
-# MERGED: The stages of a cut, run by whoever would hold them: all ranks of a group at once, or this process one by one.
+# MERGED: The stages of a cut, run by whoever would hold them: all ranks of a group at once, or this process one by
+# MERGED: one.
 
 
 Result = TypeVar("Result")

@@ -20,7 +20,8 @@ from .transport.base import Transport
 from .transport.distributed import DistributedTransport
 from .transport.in_process import InProcessTransport, PostOffice
 
-# MERGED: What one rank tells all others at the start of a call: which call it is, of which schedule, and some numbers.
+# MERGED: What one rank tells all others at the start of a call: which call it is, of which schedule, and some
+# MERGED: numbers.
 
 
 EVAL, STEP, MEAN_LOSS = range(3)

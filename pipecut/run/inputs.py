@@ -20,7 +20,8 @@ from .state import Batch, refuse_unknown
 from .targets import cut_target
 from .transport.base import Meta
 
-# MERGED: Whether the microbatches of a call fit the trace; if not, in the words of the whole call where that tells more.
+# MERGED: Whether the microbatches of a call fit the trace; if not, in the words of the whole call where that tells
+# MERGED: more.
 
 
 _REMEDY = (

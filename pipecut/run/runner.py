@@ -19,10 +19,13 @@ from .state import Batch
 from .transport.base import Meta
 from .transport.in_process import PostOffice
 
-# MERGED: Whether a step trains, found out in its first forwards: without a loss_fn that is up to what the model returns.
+# MERGED: Whether a step trains, found out in its first forwards: without a loss_fn that is up to what the model
+# MERGED: returns.
 # MERGED:
-# MERGED: The rank of the last stage sees the output, and no backward can have begun anywhere before it does. So one microbatch
-# MERGED: goes through all stages first; the last rank tells the others whether there was a loss; and then all do the rest, with
+# MERGED: The rank of the last stage sees the output, and no backward can have begun anywhere before it does. So
+# MERGED: one microbatch
+# MERGED: goes through all stages first; the last rank tells the others whether there was a loss; and then all do
+# MERGED: the rest, with
 # MERGED: the backwards or without.
 
 
@@ -276,7 +279,8 @@ class LocalRunner:
         self._place = (self._place[0], None)
 
 
-# MERGED: Steps of a schedule without a loss_fn: they train if the output of the model holds a loss, and else tell that not.
+# MERGED: Steps of a schedule without a loss_fn: they train if the output of the model holds a loss, and else tell
+# MERGED: that not.
 
 
 _LOSS, _OWN, _GIVEN = "loss", "the model's own", "that of loss_fn"  # what the last stage's rank tells the others

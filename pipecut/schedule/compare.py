@@ -17,7 +17,8 @@ from .action import Action, Op
 from .report import Report
 from .timeline import Span, Timeline
 
-# MERGED: Whether what was executed is the plan that it is laid beside: the same actions on each rank, in the same order.
+# MERGED: Whether what was executed is the plan that it is laid beside: the same actions on each rank, in the same
+# MERGED: order.
 
 
 _NAMED = 4  # actions that an error lists

@@ -18,7 +18,8 @@ from .rules import GIVES
 
 # MERGED: What every action of a plan needs and leaves behind, as numbers: `rules` made quick to ask.
 # MERGED:
-# MERGED: A slot is a run of flags, one a microbatch: "the forward of stage 3 is done", "the gradient of stage 4 for stage 3 has
+# MERGED: A slot is a run of flags, one a microbatch: "the forward of stage 3 is done", "the gradient of stage 4
+# MERGED: for stage 3 has
 # MERGED: arrived". An entry says which slots an action needs and which it fills.
 
 
@@ -245,7 +246,8 @@ def first_unknown(plan: Plan, ledger: Ledger) -> tuple[int, int] | None:
 
 # MERGED: The garbage collector out of the way while a plan is made or read.
 # MERGED:
-# MERGED: Actions hold no reference cycles, but there are many of them: left on, the collector looks through all of them again and
+# MERGED: Actions hold no reference cycles, but there are many of them: left on, the collector looks through all of
+# MERGED: them again and
 # MERGED: again, and takes as long as the work itself.
 
 

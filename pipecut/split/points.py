@@ -17,7 +17,8 @@ from ..errors import PipeWarning, SplitError, did_you_mean
 from ..pipe_ir import HERE, Context, Ref, Size, Span, Step, TracedModel, is_mark
 from .cost.step import Weights
 
-# MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap, fallbacks.
+# MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap,
+# MERGED: fallbacks.
 
 
 class Regions:

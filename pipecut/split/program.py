@@ -174,7 +174,8 @@ def keys_in(value: Any) -> frozenset[Key]:
     return frozenset()
 
 
-# MERGED: Whether a call can be made as it is in the model: all comes in and goes out by its arguments, results and state.
+# MERGED: Whether a call can be made as it is in the model: all comes in and goes out by its arguments, results and
+# MERGED: state.
 
 
 # Paths into a result that can be written down: result[0], result['mask'], result.logits.

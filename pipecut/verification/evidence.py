@@ -109,7 +109,8 @@ def _norm(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(plain(gradient)))
 
 
-# MERGED: Before ranks verify together: they have the same model and the same batch, and each of them knows its stages.
+# MERGED: Before ranks verify together: they have the same model and the same batch, and each of them knows its
+# MERGED: stages.
 
 
 _T = TypeVar("_T")

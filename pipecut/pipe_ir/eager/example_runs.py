@@ -136,7 +136,8 @@ def _with_own_tensors(model: nn.Module) -> nn.Module:
     return model
 
 
-# MERGED: Sizes of a module's results, as expressions of the sizes that are known: read off from runs of several sizes.
+# MERGED: Sizes of a module's results, as expressions of the sizes that are known: read off from runs of several
+# MERGED: sizes.
 
 
 @dataclass(frozen=True)

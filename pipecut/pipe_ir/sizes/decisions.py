@@ -19,7 +19,8 @@ from ..tracing.user_line import user_line
 
 # MERGED: Questions about sizes that concern how tensors lie in memory, and not what a model computes.
 # MERGED:
-# MERGED: Whether a tensor is contiguous depends on which of its dims have size 1. torch asks that to know the result of an
+# MERGED: Whether a tensor is contiguous depends on which of its dims have size 1. torch asks that to know the
+# MERGED: result of an
 # MERGED: operation. The operation itself is in the trace, and asks anew when it runs.
 
 

@@ -58,7 +58,8 @@ class CertainChances(TorchFunctionMode):
 
 # MERGED: Calls that torch passes over when there is nothing to do, noted in every trace all the same.
 # MERGED:
-# MERGED: `x.contiguous()` of a tensor that is contiguous leaves nothing in a trace. In another mode or size it may not be, and
+# MERGED: `x.contiguous()` of a tensor that is contiguous leaves nothing in a trace. In another mode or size it may
+# MERGED: not be, and
 # MERGED: the two traces of one code would not match.
 
 

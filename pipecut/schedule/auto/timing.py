@@ -195,8 +195,10 @@ def _maker(clock: Clock, number: int, where: dict[int, Place]) -> Place | None:
 
 # MERGED: How much searching is done: so many passes placed or timed, and never longer than the clock allows.
 # MERGED:
-# MERGED: The clock is that of the searching thread, so that other work on the machine changes nothing. The count follows from the
-# MERGED: time that is given and from a modest speed of a machine, so that on most machines it is the count that ends a search,
+# MERGED: The clock is that of the searching thread, so that other work on the machine changes nothing. The count
+# MERGED: follows from the
+# MERGED: time that is given and from a modest speed of a machine, so that on most machines it is the count that
+# MERGED: ends a search,
 # MERGED: and the result is the same every time.
 
 

@@ -99,9 +99,11 @@ def _ends(plan: Plan, action: Action) -> int:
     return 1
 
 
-# MERGED: Where a receive stands: early, so that a message travels during other work, or late, so that it holds no buffer.
+# MERGED: Where a receive stands: early, so that a message travels during other work, or late, so that it holds no
+# MERGED: buffer.
 # MERGED:
-# MERGED: A receive passes computations only. The order of messages, which is what keeps a plan free of deadlock, stays as it is.
+# MERGED: A receive passes computations only. The order of messages, which is what keeps a plan free of deadlock,
+# MERGED: stays as it is.
 
 
 _MEETINGS = TRANSFERS | {Op.REDUCE_TIES}  # what a rank does together with another

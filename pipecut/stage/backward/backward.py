@@ -31,9 +31,11 @@ from .engine import (
 from .input_gradients import Graph, defer_weights
 from .weights import StageWeights, least_work
 
-# MERGED: The split of a small stage: all gradients at once, those of the parameters held back until they are asked for.
+# MERGED: The split of a small stage: all gradients at once, those of the parameters held back until they are asked
+# MERGED: for.
 # MERGED:
-# MERGED: Where a weight's gradient takes no longer than to find it in the graph and to put it off, that would gain nothing.
+# MERGED: Where a weight's gradient takes no longer than to find it in the graph and to put it off, that would gain
+# MERGED: nothing.
 
 
 def _hold_gradients(

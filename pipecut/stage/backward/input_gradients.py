@@ -16,8 +16,10 @@ from .engine import Gradients, PendingWeights, Receivers, Starts, Waiting, Way, 
 
 # MERGED: The autograd graph of one microbatch, walked from the outputs to find weight gradients that can be put off.
 # MERGED:
-# MERGED: A cut goes through the edges from an operation to its weights. What lies behind it, from a transposed weight to the
-# MERGED: accumulator, runs when the weight gradients are computed. So nothing but cuts may lead there, or it would run twice.
+# MERGED: A cut goes through the edges from an operation to its weights. What lies behind it, from a transposed
+# MERGED: weight to the
+# MERGED: accumulator, runs when the weight gradients are computed. So nothing but cuts may lead there, or it would
+# MERGED: run twice.
 
 
 # A weight that takes more operations to make than this (casts, parametrizations) is treated like an activation.

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-# MERGED: How many hooks anybody has put anywhere, besides our own: a number that tells at once whether nothing has changed.
+# MERGED: How many hooks anybody has put anywhere, besides our own: a number that tells at once whether nothing has
+# MERGED: changed.
 
 
 _Hook: TypeAlias = Callable[..., Any]
@@ -52,8 +53,10 @@ def _hooks_of_others() -> int:
 
 # MERGED: When it pays to put weight gradients off: an estimate of what that costs, beside what the backward costs.
 # MERGED:
-# MERGED: Everything is counted in operations on numbers. The factors were measured on a core of a CPU. On an accelerator, which
-# MERGED: computes while Python runs ahead, Python counts for less than the time that it takes. A factor that is off makes nothing
+# MERGED: Everything is counted in operations on numbers. The factors were measured on a core of a CPU. On an
+# MERGED: accelerator, which
+# MERGED: computes while Python runs ahead, Python counts for less than the time that it takes. A factor that is
+# MERGED: off makes nothing
 # MERGED: wrong: something is put off though it does not pay, or not though it would.
 
 

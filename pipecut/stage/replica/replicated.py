@@ -109,7 +109,8 @@ class Replicated:
 
 # MERGED: DistributedDataParallel with static_graph=True: it learns in its first step what to expect in the others.
 # MERGED:
-# MERGED: Its reducer counts then how often each parameter gets a gradient, and waits for as many in every later step. A first
+# MERGED: Its reducer counts then how often each parameter gets a gradient, and waits for as many in every later
+# MERGED: step. A first
 # MERGED: step of a pipeline has that of all microbatches.
 
 
