@@ -221,8 +221,8 @@ def warned_of_uneven_labels(microbatches: Sequence[Mapping[str, Any]]) -> bool:
         shares = {round(count / max(len(each), 1), 9) for count, each in zip(counted, labels, strict=True)}
         if len(shares) > 1:
             warnings.warn(
-                f"{name} has {counted} labels that count ({_IGNORED} does not) in its microbatches. If the model's loss "
-                "is a mean over them, the loss of the batch is not the mean over samples, by which microbatches are "
+                f"{name} has {counted} labels that count ({_IGNORED} does not) in its microbatches. If the model's "
+                "loss is a mean over them, the loss of the batch is not the mean over samples, by which microbatches are "
                 f"weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {_IGNORED}).sum() to the schedule",
                 PipeWarning,
                 stacklevel=2,
