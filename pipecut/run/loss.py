@@ -222,8 +222,8 @@ def warned_of_uneven_labels(microbatches: Sequence[Mapping[str, Any]]) -> bool:
         if len(shares) > 1:
             warnings.warn(
                 f"{name} has {counted} labels that count ({_IGNORED} does not) in its microbatches. If the model's "
-                "loss is a mean over them, the loss of the batch is not the mean over samples, by which microbatches are "
-                f"weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {_IGNORED}).sum() to the schedule",
+                "loss is a mean over them, the loss of the batch is not the mean over samples, by which microbatches "
+                f"are weighed: pass loss_weight=lambda inputs: (inputs[{name!r}] != {_IGNORED}).sum() to the schedule",
                 PipeWarning,
                 stacklevel=2,
             )
