@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.distributed.ranks import Ranks
+from tests.support.ranks import Ranks
 
 # Threads change the order of sums, and so the last bits of a result; they also slow tests that share few cores.
 torch.set_num_threads(1)

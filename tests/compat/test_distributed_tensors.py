@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipecut.compat import PipelineStage, _utils, microbatch, schedules
 from pipecut.compat._utils import _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
-from tests.distributed.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed
 
 from pipecut.compat.installing import MODULES, PEER, install, uninstall
-from tests.distributed.ranks import free_port
+from tests.support.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"

@@ -21,8 +21,8 @@ from pipecut.compat import PipelineStage, _ScheduleForwardOnly, schedules
 from pipecut.compat.schedules import _PipelineScheduleRuntime
 from tests.compat.test_subclassing import assert_as_uncut, batch, gradients_of, layers
 from tests.compat.user_schedules import rows
-from tests.distributed.ranks import Ranks
-from tests.schedule_run.live_memory import live_tensors, without_collector
+from tests.support.live_memory import live_tensors, without_collector
+from tests.support.ranks import Ranks
 
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V_SHAPED = ["ZBVZeroBubble", "DualPipeV"]

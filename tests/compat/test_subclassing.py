@@ -14,7 +14,7 @@ from pipecut.compat import schedules
 from pipecut.compat.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, _wait_batch_p2p
 from pipecut.compat.stage import _PipelineStageBase
 from tests.compat import user_schedules
-from tests.distributed.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def layers(count: int) -> list[nn.Module]:

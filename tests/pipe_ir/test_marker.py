@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipecut import pipe_split, pipeline
 from pipecut.errors import PipeWarning
 from pipecut.pipe_ir.marker import MARK, is_mark
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 
 class Marked(nn.Module):

@@ -20,7 +20,7 @@ from tests.schedule.blocking_channels import RAN, STUCK, execute
 from tests.schedule.mutations import mutated, with_other_flags
 from tests.schedule.plan_pictures import plan_of
 from tests.schedule.random_plans import Shape, random_dataflow, random_plan
-from tests.schedule.rank_threads import execute_with_threads
+from tests.schedule.threaded_execution import execute_with_threads
 
 EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "1500"))
 SEED = int(os.environ.get("PIPECUT_SEED", "0"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipecut import Pipe, Schedule1F1B, SplitPoint, TensorChunkSpec, pipeline
 from pipecut.errors import InputError
 from pipecut.run.schedule import PipelineSchedule
-from tests.schedule_run.beside_uncut import Problem, assert_evaluates_as_uncut, assert_trains_as_uncut
+from tests.support.training import Problem, assert_evaluates_as_uncut, assert_trains_as_uncut
 
 SIZES = [(8, 5), (6, 3), (4, 9), (7, 1), (3, 2)]
 

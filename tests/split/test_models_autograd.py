@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import SplitPoint, pipe_split
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 BEGINNING = SplitPoint.BEGINNING
 

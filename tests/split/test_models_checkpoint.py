@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from pipecut import Pipe, SplitPoint, pipe_split, pipeline
 from pipecut.errors import SplitError
-from tests.equality import assert_equals_uncut, rebuild_all
+from tests.support.equality import assert_equals_uncut, rebuild_all
 
 BEGINNING = SplitPoint.BEGINNING
 both_kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

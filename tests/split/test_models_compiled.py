@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipecut import SplitPoint, pipe_split, pipeline
 from pipecut.errors import SplitError
-from tests.equality import assert_equals_uncut, assert_same_forward, assert_same_runs, copied
-from tests.nested_values import assert_same
+from tests.support.equality import assert_equals_uncut, assert_same_forward, assert_same_runs, copied
+from tests.support.nested_values import assert_same
 
 BEGINNING = SplitPoint.BEGINNING
 

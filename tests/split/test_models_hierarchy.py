@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipecut import SplitPoint, pipe_split, pipeline
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 

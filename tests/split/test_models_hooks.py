@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pipecut import Pipe, SplitPoint, pipeline
 from pipecut.errors import PipeWarning, SplitError
-from tests.equality import assert_same_run, run_apart, run_in_one_graph, run_uncut
-from tests.nested_values import Call, fresh
+from tests.support.equality import assert_same_run, run_apart, run_in_one_graph, run_uncut
+from tests.support.nested_values import Call, fresh
 
 BEGINNING = SplitPoint.BEGINNING
 

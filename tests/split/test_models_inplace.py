@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipecut import SplitPoint, pipe_split, pipeline
 from pipecut.errors import SplitError
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 Half = Callable[..., "Tensor | tuple[Tensor, ...]"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipecut import pipe_split, pipeline
 from pipecut.errors import InputError
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 
 class Whole(nn.Module):

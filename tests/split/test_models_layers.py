@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from pipecut import SplitPoint, pipe_split
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipecut import Pipe, SplitPoint, pipe_split, pipeline
-from tests.nested_values import assert_same
+from tests.support.nested_values import assert_same
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

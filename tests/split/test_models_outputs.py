@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import pipe_split
-from tests.equality import assert_equals_uncut
+from tests.support.equality import assert_equals_uncut
 
 
 @dataclasses.dataclass

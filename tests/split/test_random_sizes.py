@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipecut import Pipe, Schedule1F1B, SplitPoint, pipeline
 from pipecut.errors import InputError
-from tests.schedule_run.beside_uncut import assert_same_gradients, gradients_of
+from tests.support.training import assert_same_gradients, gradients_of
 
 EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "12"))
 SEED = int(os.environ.get("PIPECUT_SEED", "0"))

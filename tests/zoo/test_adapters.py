@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from pipecut import PlannedSchedule, pipeline
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
-from tests.schedule_run.beside_uncut import assert_same_gradients, gradients_of
-from tests.schedule_run.gradient_traffic import watched
-from tests.zoo.published import make
+from tests.run.gradient_traffic import watched
+from tests.support.training import assert_same_gradients, gradients_of
+from tests.support.transformers_models import make
 
 STAGES, MICROBATCHES = 4, 3
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]

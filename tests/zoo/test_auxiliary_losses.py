@@ -8,8 +8,8 @@ from torch import Tensor
 from pipecut import PlannedSchedule, TensorChunkSpec, pipeline
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
-from tests.schedule_run.beside_uncut import assert_same_gradients, gradients_of
-from tests.zoo.published import ROWS, make
+from tests.support.training import assert_same_gradients, gradients_of
+from tests.support.transformers_models import ROWS, make
 
 STAGES, MICROBATCHES = 4, 3
 

@@ -20,7 +20,7 @@ from pipecut.stage.microbatch import (
     sum_reducer,
 )
 from pipecut.stage.microbatch.spec import _CustomReducer, _LossReducer
-from tests.nested_values import assert_same
+from tests.support.nested_values import assert_same
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipecut.pipe_ir.structure import Atom, flatten, map_leaves, unflatten
 from pipecut.stage.microbatch import Replicate, TensorChunkSpec, merge_chunks, split_by_specs
-from tests.nested_values import assert_same
+from tests.support.nested_values import assert_same
 
 
 class Pair(NamedTuple):

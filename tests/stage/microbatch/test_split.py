@@ -21,7 +21,7 @@ from pipecut.stage.microbatch import (
 from pipecut.stage.microbatch.spec import _Replicate
 from pipecut.stage.microbatch.split import _split_tensor
 from pipecut.stage.microbatch.tensors import even_sizes
-from tests.nested_values import assert_same
+from tests.support.nested_values import assert_same
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,190 @@
+"""A rank that fails, dies, differs or stays away: a clear error on all others, in time, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.run.distributed import failure_cases as cases
+from tests.support.ranks import GROUP_TIMEOUT, Outcome, Ranks
+
+pytestmark = pytest.mark.distributed
+
+SLOW = GROUP_TIMEOUT - 5  # what takes as long as this has waited for a timeout
+
+
+def outcomes(world: int, case: Callable[..., Any], *args: Any, group_timeout: float = GROUP_TIMEOUT) -> list[Outcome]:
+    """What becomes of a case on new ranks."""
+    with Ranks(world, group_timeout) as ranks:
+        return ranks.outcomes(case, *args, timeout=GROUP_TIMEOUT + 10)
+
+
+def assert_all_fail(found: list[Outcome], error: str, *texts: str) -> None:
+    """The same error on every rank, at once, with all of these texts."""
+    for outcome in found:
+        assert outcome.error == error, outcome
+        assert outcome.seconds < SLOW, outcome
+        for text in texts:
+            assert text in outcome.text, f"{text!r} is not in the error of rank {outcome.rank}: {outcome.text}"
+
+
+@pytest.mark.parametrize(("stage", "traced"), [(0, False), (1, True), (2, False)])
+def test_an_exception_in_a_forward(stage: int, traced: bool) -> None:
+    module = f"layers.{stage}.inner" if traced else "inner"
+    where = f"rank {stage} failed in {stage}F2 (stage {stage}, microbatch 2), in module '{module}'"
+    found = outcomes(3, cases.fails_in_forward, 3, traced, stage, "1F1B")
+    assert_all_fail(found, "StepError", where, "ValueError: this layer fails on purpose")
+    assert ", in fail\n" in found[stage].traceback
+
+
+def test_an_exception_in_the_forward_of_an_overlap() -> None:
+    found = outcomes(2, cases.fails_in_forward, 2, False, 1, "DualPipeV")
+    assert_all_fail(found, "StepError", "rank 1 failed in 1F2 (stage 1, microbatch 2), in module 'inner'")
+
+
+@pytest.mark.parametrize(("stage", "traced"), [(0, True), (1, False), (2, False)])
+def test_an_exception_in_a_backward(stage: int, traced: bool) -> None:
+    found = outcomes(3, cases.fails_in_backward, 3, traced, stage)
+    where = f"rank {stage} failed in {stage}B2 (stage {stage}, microbatch 2)"
+    assert_all_fail(found, "StepError", where, "ValueError: this layer fails on purpose")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_exception_in_a_weight_gradient(stage: int) -> None:
+    found = outcomes(3, cases.fails_in_weight_gradient, 3, False, stage)
+    assert_all_fail(found, "StepError", f"rank {stage} failed in {stage}W2 (stage {stage}, microbatch 2)")
+
+
+def test_an_exception_in_the_loss() -> None:
+    found = outcomes(3, cases.fails_in_loss, 3, False)
+    assert_all_fail(found, "StepError", "rank 2 failed in 2F2 (stage 2, microbatch 2), in loss_fn: ValueError")
+
+
+@pytest.mark.parametrize(
+    ("victim", "trap", "traced"),
+    [(0, "forward_trap", True), (0, "backward_trap", False), (1, "backward_trap", False), (2, "forward_trap", False)],
+)
+def test_a_rank_that_is_killed_in_a_step(victim: int, trap: str, traced: bool) -> None:
+    found = outcomes(3, cases.is_killed, 3, traced, victim, trap)
+    assert found[victim].died == "its process ended with code -9"
+    survivors = [outcome for outcome in found if outcome.rank != victim]
+    assert_all_fail(survivors, "StepError", "lost its connection to rank", "has ended or was killed")
+    assert any(f"lost its connection to rank {victim}" in outcome.text for outcome in survivors)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_ends_between_steps(who: int) -> None:
+    found = outcomes(3, cases.ends, 3, False, who)
+    survivors = [outcome for outcome in found if outcome.rank != who]
+    assert_all_fail(survivors, "StepError", "lost its connection to", "its own output tells why")
+
+
+@pytest.mark.parametrize(
+    ("traced", "what", "told"),
+    [
+        (False, "schedule", "schedule: 1F1B on rank 0; GPipe on rank 1"),
+        (True, "microbatches", "microbatches: 4 on rank 0; 6 on rank 1"),
+        (False, "scale_grads", "scale_grads: True on rank 0; False on rank 1"),
+    ],
+)
+def test_ranks_that_differ(traced: bool, what: str, told: str) -> None:
+    found = outcomes(2, cases.differs, 2, traced, what)
+    assert_all_fail(found, "DisagreementError", "the ranks are not about to do the same thing", told)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("width", "from stage 0 to stage 1: float32[batch, 8] grad on rank 0; float32[batch, 6] grad on rank 1"),
+        ("dtype", "from stage 0 to stage 1: float32[batch, 8] grad on rank 0; float64[batch, 8] grad on rank 1"),
+        ("class", "model: Narrow on rank 0; Other on rank 1"),
+    ],
+)
+def test_ranks_with_different_models(what: str, told: str) -> None:
+    assert_all_fail(outcomes(2, cases.has_another_model, what), "DisagreementError", told)
+
+
+@pytest.mark.parametrize(("what", "got"), [("width", "float32[2, 6]"), ("dtype", "float64[2, 8]")])
+def test_stages_cut_by_hand_that_do_not_fit(what: str, got: str) -> None:
+    found = outcomes(2, cases.has_another_shape_by_hand, what)
+    assert_all_fail(found, "StepError", "rank 1 failed in 1F0 (stage 1, microbatch 0)", f"was called with {got}")
+
+
+def test_tied_parameters_with_different_values() -> None:
+    found = outcomes(2, cases.has_another_seed)
+    assert_all_fail(found, "DisagreementError", "values of the tied parameter embed.weight", "seed the model")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_never_comes(who: int) -> None:
+    found = outcomes(3, cases.stays_away, 3, False, who)
+    assert found[who].value == "stayed away"
+    others = [outcome for outcome in found if outcome.rank != who]
+    assert_all_fail(others, "DisagreementError", f"rank {who} did not come to its first step within 2 s")
+
+
+def test_a_rank_that_comes_no_more() -> None:
+    _, *others = outcomes(3, cases.stays_away_later, 3, False, 0, group_timeout=2)
+    assert_all_fail(others, "StepError", "in vain", "did not call step(), eval() or mean_loss() as this rank did")
+
+
+def test_a_rank_that_takes_too_long() -> None:
+    found = outcomes(3, cases.is_too_slow, 3, group_timeout=2)
+    assert_all_fail(found, "StepError", "waited in vain for rank 1", "busy for longer than the process group's timeout")
+
+
+@pytest.mark.parametrize(
+    ("traced", "what", "told"),
+    [
+        (
+            True,
+            "NaN",
+            "rank 1 failed after its last action: pipecut.errors.PipeError: the loss is NaN for",
+        ),
+        (False, "loss of rows", "loss_fn returned a tensor of shape [2, 4] for microbatch 0"),
+        (
+            True,
+            "no target",
+            "rank 1 failed before its first action: pipecut.errors.MissingTargetError: step() got no target",
+        ),
+        (False, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),
+        (True, "no input", "rank 0 failed before its first action: pipecut.errors.InputError: step() got no input"),
+        (
+            False,
+            "few samples",
+            "rank 0 failed before its first action: pipecut.stage.microbatch.sample_count.TooFewSamplesError: 2 "
+            "samples cannot",
+        ),
+        (False, "other target", "the target has 7 rows, and the batch 8 samples"),
+        (False, "eval on the first", "rank 0 called eval() of schedule 1, and this rank step() of schedule 1"),
+        (True, "eval on the last", "rank 0 called step() of schedule 1, and this rank eval() of schedule 1"),
+    ],
+)
+def test_a_call_that_is_wrong_on_one_rank(traced: bool, what: str, told: str) -> None:
+    assert_all_fail(outcomes(2, cases.calls, 2, traced, what), "StepError", told)
+
+
+@pytest.mark.parametrize(("traced", "told"), [(True, "too many positional arguments"), (False, "3 were given")])
+def test_too_many_arguments(traced: bool, told: str) -> None:
+    assert_all_fail(outcomes(2, cases.calls, 2, traced, "two inputs"), "StepError", "rank 0 failed", told)
+
+
+def test_a_mean_loss_without_a_loss() -> None:
+    assert_all_fail(outcomes(2, cases.calls, 2, False, "no loss"), "InputError", "there is no loss yet")
+
+
+def test_two_schedules_called_in_another_order() -> None:
+    found = outcomes(2, cases.swaps_schedules, 2, False)
+    assert_all_fail(found, "StepError", "rank 0 called step() of schedule 1, and this rank step() of schedule 2")
+
+
+def test_outputs_that_cannot_be_merged() -> None:
+    found = outcomes(2, cases.returns_no_rows)
+    assert_all_fail(found, "StepError", "rank 1 failed in 1F0 (stage 1", "output_merge_spec")
+
+
+def test_keywords_of_another_size_on_a_later_rank() -> None:
+    found = outcomes(2, cases.passes_other_keywords)
+    assert_all_fail(found, "StepError", "the keyword arguments of rank 1 have 12 samples, and the batch has 8")
