@@ -167,7 +167,7 @@ class _Request:
         """Where to cut."""
         if self.find_cuts is not None:
             return self.find_cuts(traced)
-        has_marks = any(step.kind == "mark" for step in traced.steps)
+        has_marks = any(op.kind == "mark" for op in traced.operations)
         named = {"split_policy": self.split_policy, "num_stages": self.automatic}
         other = next((name for name, value in named.items() if value is not None), None)
         if has_marks and other is not None:

@@ -37,10 +37,10 @@ from .traced import Context as Context
 from .traced import Fallback as Fallback
 from .traced import ModuleRef as ModuleRef
 from .traced import Opaque as Opaque
+from .traced import Operation as Operation
 from .traced import Ref as Ref
 from .traced import Size as Size
 from .traced import Span as Span
-from .traced import Step as Step
 from .traced import Template as Template
 from .traced import TracedCall as TracedCall
 from .traced import TracedModel as TracedModel

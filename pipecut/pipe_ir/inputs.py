@@ -93,7 +93,7 @@ def _pretty(path: tuple[str, ...]) -> str:
 
 
 def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors of a call by the step that they are the value of; what the trace cannot take is an error."""
+    """The tensors of a call by the operation that they are the value of; what the trace cannot take is an error."""
     model_name = call.model_name
     leaves, structure = flatten(_bind(call.signature, model_name, args, kwargs))
     given = dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
@@ -104,7 +104,7 @@ def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, An
     faults = faults or size_faults(call, given)
     if faults:
         raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
-    return {entry.step: given[entry.path] for entry in call.inputs if entry.step is not None}
+    return {entry.value: given[entry.path] for entry in call.inputs if entry.value is not None}
 
 
 def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
@@ -119,7 +119,7 @@ def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
         missing, extra = _others(missing, then), _others(extra, [path])
     for path in [path for path in missing if _inside(path, extra)]:
         now = _inside(path, extra)
-        was = "a tensor" if entries[path].step is not None else repr(entries[path].constant)
+        was = "a tensor" if entries[path].value is not None else repr(entries[path].constant)
         faults.append(f"{path} was {was} when the model was traced; now it holds {', '.join(now)}: {_retrace(path)}")
         missing, extra = _others(missing, [path]), _others(extra, now)
     faults += [f"{path} was part of the example inputs and is missing" for path in missing]
@@ -144,7 +144,7 @@ def _retrace(path: str) -> str:
 
 def _leaf_faults(entry: TracedInput, value: Any, fixed: Sequence[FixedDim]) -> list[str]:
     retrace = _retrace(entry.path)
-    if entry.step is None:
+    if entry.value is None:
         if _same_value(entry.constant, value):
             return []
         return [

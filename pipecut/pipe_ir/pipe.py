@@ -188,7 +188,7 @@ class Pipe:
 
     def _edge_faults(self) -> list[str]:
         faults = []
-        roots = {entry.step for entry in self.traced.inputs}
+        roots = {entry.value for entry in self.traced.inputs}
         for edge in self.edges:
             if not 0 <= edge.source < edge.target < self.num_stages:
                 faults.append(f"{edge.name} goes from stage {edge.source} to stage {edge.target}, of {self.num_stages}")
@@ -204,7 +204,7 @@ class Pipe:
     def _arrival_faults(self) -> list[str]:
         faults = []
         arriving = collections.Counter((edge.target, edge.value) for edge in self.edges)
-        roots = {entry.step for entry in self.traced.inputs}
+        roots = {entry.value for entry in self.traced.inputs}
         for info in self.stage_infos:
             for value, name in zip(info.inputs, info.input_names, strict=True):
                 count = arriving[info.index, value]

@@ -91,7 +91,7 @@ def _stage_table(pipe: Pipe) -> str:
     table.add_column("FLOPs", justify="right")
     table.add_column("inputs")
     table.add_column("outputs")
-    specs = {value: str(step.spec) for value, step in enumerate(pipe.traced.steps)}
+    specs = {value: str(op.spec) for value, op in enumerate(pipe.traced.operations)}
     for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
         count = sum(parameter.numel() for parameter in stage.parameters())
         inputs = [f"{name} {specs[value]}" for value, name in zip(info.inputs, info.input_names, strict=True)]
@@ -206,11 +206,11 @@ def explain(pipe: Pipe) -> Explanation:
 
 def _traced(pipe: Pipe) -> Iterator[str]:
     traced = pipe.traced
-    operations = sum(step.kind == "op" for step in traced.steps)
+    operations = sum(op.kind == "op" for op in traced.operations)
     calls = sum(1 for _ in traced.spans("call"))
     mode = "training" if traced.training else "evaluation"
     yield f"{_name(traced)} in {mode} mode, on {traced.device}: {operations} operations in {calls} module calls"
-    tensors = [f"{entry.path} {entry.spec}" for entry in traced.inputs if entry.step is not None]
+    tensors = [f"{entry.path} {entry.spec}" for entry in traced.inputs if entry.value is not None]
     sizes = ", ".join(f"{name} = {size}" for name, size in traced.hints.items())
     yield f"the example: {', '.join(tensors) or 'no tensors'}{f', where {sizes}' if sizes else ''}"
 
@@ -236,7 +236,7 @@ def _specialised(pipe: Pipe) -> Iterator[str]:
     numbers = [text for entry in traced.inputs for text in _example_sizes(entry, known)]
     if numbers:
         yield f"{', '.join(numbers)}: as in the example, since nobody asked for anything else"
-    values = [f"{entry.path} = {entry.constant!r}" for entry in traced.inputs if entry.step is None]
+    values = [f"{entry.path} = {entry.constant!r}" for entry in traced.inputs if entry.value is None]
     if values:
         yield f"{', '.join(values)}: Python values are part of the trace, and a call with others is an error"
 

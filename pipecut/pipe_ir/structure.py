@@ -95,16 +95,16 @@ class Structure:
 
     kind: str
     rebuild: Callable[[list[Any]], Any] | None = None
-    steps: Path = ()
+    keys: Path = ()
     children: tuple[Structure, ...] = ()
 
     def paths(self) -> Iterator[Path]:
         """The source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
         if self.rebuild is None:
             yield ()
-        for step, child in zip(self.steps, self.children, strict=True):
+        for key, child in zip(self.keys, self.children, strict=True):
             for rest in child.paths():
-                yield (step, *rest)
+                yield (key, *rest)
 
 
 LEAF = Structure("leaf")
@@ -114,7 +114,7 @@ _Opened = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
 def _open(value: Any, is_holder: Callable[[Any], bool]) -> _Opened | None:
-    """The steps to a value's children, the children, and the way back; None for a leaf."""
+    """The keys of a value's children, the children, and the way back; None for a leaf."""
     opener = _OPENERS.get(type(value))
     if opener is not None:
         return opener(value)
@@ -183,9 +183,9 @@ def _open_registered(value: Any) -> _Opened:
     # torch leaves a cycle behind that holds on to the function: were the value in it, it would outlive its use.
     itself = id(value)
     leaves_with_path, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: id(inner) != itself)
-    steps = [pytree.keystr(path) for path, _ in leaves_with_path]
+    keys = [pytree.keystr(path) for path, _ in leaves_with_path]
     children = [leaf for _, leaf in leaves_with_path]
-    return steps, children, lambda made: pytree.tree_unflatten(made, spec)
+    return keys, children, lambda made: pytree.tree_unflatten(made, spec)
 
 
 def flatten(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
@@ -206,7 +206,7 @@ def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], S
     opened = _open(value, is_holder)
     if opened is None:
         return [value], LEAF
-    steps, children, rebuild = opened
+    keys, children, rebuild = opened
     # What belongs to a holder is put together anew with it, tensors or not.
     inside = is_plain_object if is_holder(value) else is_holder
     leaves: list[Any] = []
@@ -215,7 +215,7 @@ def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], S
         child_leaves, structure = _flatten(child, inside)
         leaves += child_leaves
         structures.append(structure)
-    return leaves, Structure(type(value).__name__, rebuild, tuple(steps), tuple(structures))
+    return leaves, Structure(type(value).__name__, rebuild, tuple(keys), tuple(structures))
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:

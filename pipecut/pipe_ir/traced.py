@@ -1,4 +1,4 @@
-"""TracedModel: one run of a model, as a frozen list of steps and the module calls that they belong to."""
+"""TracedModel: one run of a model, as a frozen list of operations and the module calls that they belong to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_TYPES = (
 
 @dataclass(frozen=True)
 class Ref(Atom):
-    """The value that a step makes."""
+    """The value that an operation makes."""
 
     index: int
 
@@ -107,7 +107,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Context:
-    """The modes that a step runs in: gradients on or off, the autocast blocks around it, vmap levels.
+    """The modes that an operation runs in: gradients on or off, the autocast blocks around it, vmap levels.
 
     `no_grad_block` tells blocks without gradients from each other; it is 0 where there are gradients.
     """
@@ -123,16 +123,16 @@ class Context:
         return (self.grad, self.vmap, casts[0]) == (other.grad, other.vmap, casts[1])
 
 
-StepKind = Literal["input", "state", "constant", "op", "mark"]
+OperationKind = Literal["input", "state", "constant", "op", "mark"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """One operation, or one value that is there from the start (a model input, a parameter, a constant)."""
 
     index: int
     tick: int
-    kind: StepKind
+    kind: OperationKind
     name: str
     target: Any
     args: tuple[Any, ...]
@@ -151,7 +151,7 @@ SpanKind = Literal["call", "checkpoint", "function"]
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of steps that belong together: a module's call, a checkpointed part, a custom autograd function."""
+    """A run of operations that belong together: a module's call, a checkpointed part, a custom autograd function."""
 
     kind: SpanKind
     path: str
@@ -183,7 +183,7 @@ class TracedInput:
 
     path: str
     name: str
-    step: int | None
+    value: int | None
     constant: Any = None
     spec: TensorSpec | None = None
 
@@ -244,19 +244,19 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class TracedModel:
-    """A traced run. Ticks order all steps, and the begin and end of all spans.
+    """A traced run. Ticks order all operations, and the begin and end of all spans.
 
     `dims` says of which input's dim each symbol is the size, `hints` what that size was in the example.
     `conditions` on sizes hold in every call that the trace can stand for. `reached_state` are parameters that code
     reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
     forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
-    a module has set or changed; `forgotten` is what the forward of a module did that no step shows. `fallbacks` are the
-    modules that could not be traced.
+    a module has set or changed; `forgotten` is what the forward of a module did that no operation shows.
+    `fallbacks` are the modules that could not be traced.
     `named_dims` are the symbols that the user named, `fixed_dims` the sizes that could not stay symbolic.
     `autocast` is the one around the whole trace, in words.
     """
 
-    steps: tuple[Step, ...]
+    operations: tuple[Operation, ...]
     root: Span
     inputs: tuple[TracedInput, ...]
     signature: inspect.Signature
@@ -299,6 +299,6 @@ class TracedModel:
         """All spans, or those of one kind, in the order in which they begin."""
         return (span for span in self.root.walk() if kind is None or span.kind == kind)
 
-    def steps_within(self, begin: int, end: int) -> Iterator[Step]:
-        """The steps with begin <= tick < end."""
-        return (step for step in self.steps if begin <= step.tick < end)
+    def operations_within(self, begin: int, end: int) -> Iterator[Operation]:
+        """The operations with begin <= tick < end."""
+        return (op for op in self.operations if begin <= op.tick < end)

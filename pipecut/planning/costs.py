@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
-from ..pipe_ir import Step, TracedModel
+from ..pipe_ir import Operation, TracedModel
 from ..schedule import Costs, Dataflow, Plan, Report, add_reduce_ties, simulate
 from ..split import (
     ACCUMULATED,
@@ -30,7 +30,7 @@ from ..split import (
     chain_of,
     changed_state,
     mean_of,
-    steps_of,
+    operations_of,
 )
 from ..stage import PipelineStage, least_rows, rows_of, sizes_of
 from .group import on_all_ranks, on_each_rank
@@ -136,17 +136,17 @@ class DeferralRule:
         return self._known[begin, end]
 
     def _answer(self, begin: int, end: int) -> bool:
-        inside = steps_of(self.chain, begin, end)
-        own = {step.index for step in inside}
-        used = [self.chain.traced.steps[index] for index in {ref for step in inside for ref in step.refs} - own]
-        trained = [step for step in used if step.spec is not None and step.spec.requires_grad]
-        arriving = [self._empty(step) for step in trained if step.kind != "state"]
+        inside = operations_of(self.chain, begin, end)
+        own = {op.index for op in inside}
+        used = [self.chain.traced.operations[index] for index in {ref for op in inside for ref in op.refs} - own]
+        trained = [op for op in used if op.spec is not None and op.spec.requires_grad]
+        arriving = [self._empty(op) for op in trained if op.kind != "state"]
         on_cpu = self.chain.traced.device.type == "cpu"
-        least = least_rows(sizes_of(self._empty(step) for step in trained if step.kind == "state"), on_cpu)
+        least = least_rows(sizes_of(self._empty(op) for op in trained if op.kind == "state"), on_cpu)
         return bool(arriving) and rows_of(arriving) < least
 
-    def _empty(self, step: Step) -> Tensor:
-        shape = () if step.spec is None else [int(self._weigh.number(dim)) for dim in step.spec.shape]
+    def _empty(self, op: Operation) -> Tensor:
+        shape = () if op.spec is None else [int(self._weigh.number(dim)) for dim in op.spec.shape]
         return torch.empty(shape, device="meta")
 
 

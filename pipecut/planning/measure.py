@@ -35,7 +35,7 @@ def example_values(
     weigh = Weights(traced, {**traced.hints, **(sizes or {})})
     found = {}
     for index, value in bind_inputs(traced.call, args, kwargs or {}).items():
-        spec = traced.steps[index].spec
+        spec = traced.operations[index].spec
         if isinstance(value, Tensor):
             shape = value.shape if spec is None else [int(weigh.number(dim)) for dim in spec.shape]
             value = _resized(value, shape).to(device)
@@ -77,7 +77,7 @@ def _fresh(value: Any) -> Any:
 
 def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) -> None:
     for index in indices:
-        spec = pipe.traced.steps[index].spec
+        spec = pipe.traced.operations[index].spec
         if isinstance(values[index], Tensor) and spec is not None and spec.requires_grad:
             values[index] = values[index].detach().requires_grad_()
 

@@ -19,8 +19,8 @@ from ..split import (
     balanced_cut,
     chain_of,
     cut_model,
+    operations_of,
     same_cuts,
-    steps_of,
     warn_of_a_giant,
 )
 from ..text import Memory, read_memory
@@ -101,15 +101,15 @@ def _without_small_blocks(chain: Chain, least: float) -> Chain:
 
 def _signature(chain: Chain, block: int) -> Any:
     """What two blocks have in common that take the same time: operations, shapes, and what gets a gradient."""
-    steps = chain.traced.steps
+    operations = chain.traced.operations
 
     def plain(value: Any) -> Any:
         if isinstance(value, Ref):
-            return str(steps[value.index].spec)
+            return str(operations[value.index].spec)
         return tuple(map(plain, value)) if isinstance(value, list | tuple) else repr(value)
 
     return tuple(
-        (operator_name(step.target), str(step.spec), plain(step.args)) for step in steps_of(chain, block, block + 1)
+        (operator_name(op.target), str(op.spec), plain(op.args)) for op in operations_of(chain, block, block + 1)
     )
 
 

@@ -92,7 +92,7 @@ class _Trial:
         shapes = {
             id(value): [int(weigh.number(dim)) for dim in spec.shape]
             for index, value in bind_inputs(self.traced.call, self.args, self.kwargs).items()
-            for spec in [self.traced.steps[index].spec]
+            for spec in [self.traced.operations[index].spec]
             if spec is not None
         }
         leaves, structure = flatten((self.args, self.kwargs))

@@ -138,7 +138,7 @@ def _facts_of(asked: Mapping[str, object], traced: TracedModel, source: Source) 
     facts |= {name: _text(value) for name, value in asked.items()}
     facts["the example"] = ", ".join(map(_leaf, flatten((args, kwargs))[0]))
     # Two models may have the same parameters, and compute other things with them.
-    operations = [_operation(step.target) for step in traced.steps if step.kind == "op"]
+    operations = [_operation(op.target) for op in traced.operations if op.kind == "op"]
     spans = [f"{span.kind} {span.label}" for span in traced.spans()]
     facts["what was traced"] = f"{len(operations)} operations ({_digest([*operations, *spans])})"
     return facts

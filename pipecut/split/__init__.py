@@ -36,12 +36,12 @@ from .chain import Chain as Chain
 from .chain import StageCost as StageCost
 from .chain import StageTie as StageTie
 from .chain import chain_of as chain_of
-from .chain import steps_of as steps_of
+from .chain import operations_of as operations_of
 from .cost.machine import ACCUMULATED as ACCUMULATED
 from .cost.machine import Machine as Machine
 from .cost.machine import Times as Times
 from .cost.machine import mean_of as mean_of
-from .cost.step import Weights as Weights
+from .cost.operation import Weights as Weights
 from .modes import Modes as Modes
 from .modes import compare_modes as compare_modes
 from .points import cuts_by_policy as cuts_by_policy

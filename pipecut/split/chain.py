@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..pipe_ir import Dim, Span, Step, TracedModel, operator_name
+from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_name
 from .balance.problem import Blocks, Shared
-from .cost.machine import Machine, StepTimes, Times
+from .cost.machine import Machine, OperationTimes, Times
+from .cost.operation import CostFinder, Weights, operation_flops
 from .cost.saved import bytes_of
-from .cost.step import CostFinder, Weights, step_flops
 from .points import Cut, Regions, SplitPlan
 
 # Bytes that are there for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.
@@ -52,7 +52,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageTie:
-    """A parameter that several stages hold, and the bytes of its gradient, which is summed over them once a step."""
+    """A parameter that several stages hold, and the bytes of its gradient, which is summed over them once per step."""
 
     stages: tuple[int, ...]
     gradient_bytes: float
@@ -194,10 +194,10 @@ def _moved(item: _SharedBytes, bounds: Sequence[int]) -> _SharedBytes:
     return replace(item, blocks=tuple(sorted({bisect.bisect_right(bounds, block) - 1 for block in item.blocks})))
 
 
-def steps_of(chain: Chain, begin: int, end: int) -> list[Step]:
+def operations_of(chain: Chain, begin: int, end: int) -> list[Operation]:
     """The operations of a run of blocks."""
     ticks = [chain.traced.root.begin, *(place.cut.tick for place in chain.places), chain.traced.root.end + 1]
-    return [step for step in chain.traced.steps_within(ticks[begin], ticks[end]) if step.kind == "op"]
+    return [op for op in chain.traced.operations_within(ticks[begin], ticks[end]) if op.kind == "op"]
 
 
 # MERGED: Where a traced model may be cut: between module calls, outside of all regions, with work on both sides.
@@ -232,7 +232,7 @@ def _with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
     return [best[done] for done in sorted(best)]
 
 
-# MERGED: A traced model made a chain: every step in the block that it belongs to, and what the blocks cost.
+# MERGED: A traced model made a chain: every operation in the block that it belongs to, and what the blocks cost.
 
 
 NUMBERS = ("aten::item", "aten::_local_scalar_dense")
@@ -254,27 +254,25 @@ def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping
 
 
 class _ChainMaker:
-    """Puts every step into the block that it belongs to, and adds up."""
+    """Puts every operation into the block that it belongs to, and adds up."""
 
     def __init__(self, traced: TracedModel, machine: Machine, sizes: Mapping[str, int]) -> None:
         self.traced, self.machine, self.sizes = traced, machine, sizes
         self.finder = CostFinder(traced)
-        self.step_times = StepTimes(self.finder, machine, sizes)
+        self.operation_times = OperationTimes(self.finder, machine, sizes)
         self.weigh = Weights(traced, sizes)
         self.operations = [
-            step for step in traced.steps if step.kind == "op" and traced.root.begin <= step.tick < traced.root.end
+            op for op in traced.operations if op.kind == "op" and traced.root.begin <= op.tick < traced.root.end
         ]
 
     def make(self) -> Chain:
         """The chain with all places that are allowed."""
-        places = _with_work_between(
-            self._sendable(allowed_places(self.traced)), [step.tick for step in self.operations]
-        )
+        places = _with_work_between(self._sendable(allowed_places(self.traced)), [op.tick for op in self.operations])
         ticks = [place.cut.tick for place in places]
-        block_of = {step.index: bisect.bisect_right(ticks, step.tick) for step in self.operations}
+        block_of = {op.index: bisect.bisect_right(ticks, op.tick) for op in self.operations}
         times = [Times()] * (len(places) + 1)
-        for step in self.operations:
-            times[block_of[step.index]] += self.step_times.of(step)
+        for op in self.operations:
+            times[block_of[op.index]] += self.operation_times.of(op)
         items = [*self._state(block_of), *self._activations(block_of)]
         live = self._live(ticks)
 
@@ -302,14 +300,14 @@ class _ChainMaker:
 
     def _state(self, block_of: Mapping[int, int]) -> list[_SharedBytes]:
         users: dict[int, set[int]] = {}
-        for step in self.operations:
-            for index in step.refs:
-                if self.traced.steps[index].kind == "state":
-                    users.setdefault(index, set()).add(block_of[step.index])
+        for op in self.operations:
+            for index in op.refs:
+                if self.traced.operations[index].kind == "state":
+                    users.setdefault(index, set()).add(block_of[op.index])
         found = []
         for index, blocks in sorted(users.items(), key=lambda item: self.finder.place_of_parameter(item[0])):
-            size = self._number(bytes_of(self.traced.steps[index]))
-            spec = self.traced.steps[index].spec
+            size = self._number(bytes_of(self.traced.operations[index]))
+            spec = self.traced.operations[index].spec
             is_parameter = self.finder.is_parameter(index)
             found.append(
                 _SharedBytes(
@@ -324,19 +322,19 @@ class _ChainMaker:
     def _activations(self, block_of: Mapping[int, int]) -> list[_SharedBytes]:
         users: dict[int, set[int]] = {}
         sizes: dict[int, Dim] = {}
-        for step in self.operations:
-            for kept in self.finder.saved.of(step):
-                users.setdefault(kept.key, set()).add(block_of[step.index])
+        for op in self.operations:
+            for kept in self.finder.saved.of(op):
+                users.setdefault(kept.key, set()).add(block_of[op.index])
                 sizes[kept.key] = kept.bytes
         return [_SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
 
     def _working(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
         """In each block the most that one operation's backward needs: gradients of its result and of its arguments."""
         found = [0.0] * blocks
-        for step in self.operations:
-            needing = [index for index in {step.index, *step.refs} if self.finder.saved.index_needs_gradient(index)]
-            size = sum(self._number(bytes_of(self.traced.steps[index])) for index in needing)
-            found[block_of[step.index]] = max(found[block_of[step.index]], size)
+        for op in self.operations:
+            needing = [index for index in {op.index, *op.refs} if self.finder.saved.index_needs_gradient(index)]
+            size = sum(self._number(bytes_of(self.traced.operations[index])) for index in needing)
+            found[block_of[op.index]] = max(found[block_of[op.index]], size)
         return tuple(found)
 
     def _deferred(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
@@ -344,14 +342,14 @@ class _ChainMaker:
         needed: list[set[int]] = [set() for _ in range(blocks)]
         is_weight, needs_gradient = self.finder.memory.is_weight, self.finder.saved.index_needs_gradient
         found = [0.0] * blocks
-        for step in self.operations:
-            weights = {index for index in step.refs if is_weight[index] and needs_gradient(index)}
-            if weights and step_flops(self.traced, step) != 0:
-                block = block_of[step.index]
-                needed[block] |= {index for index in step.refs if not is_weight[index]}
-                found[block] += self._number(bytes_of(step))
+        for op in self.operations:
+            weights = {index for index in op.refs if is_weight[index] and needs_gradient(index)}
+            if weights and operation_flops(self.traced, op) != 0:
+                block = block_of[op.index]
+                needed[block] |= {index for index in op.refs if not is_weight[index]}
+                found[block] += self._number(bytes_of(op))
         return tuple(
-            size + sum(self._number(bytes_of(self.traced.steps[index])) for index in indices)
+            size + sum(self._number(bytes_of(self.traced.operations[index])) for index in indices)
             for size, indices in zip(found, needed, strict=True)
         )
 
@@ -363,10 +361,10 @@ class _ChainMaker:
         free = self._free_to_make()
         sizes, training = [0.0] * (len(ticks) + 1), [0] * (len(ticks) + 1)
         for index, last in self._last_uses().items():
-            step = self.traced.steps[index]
-            if step.kind in ("op", "input") and index not in free:
-                begin, end = bisect.bisect_right(ticks, step.tick), bisect.bisect_right(ticks, last)
-                size, trains = self._number(bytes_of(step)), step.spec is not None and step.spec.requires_grad
+            op = self.traced.operations[index]
+            if op.kind in ("op", "input") and index not in free:
+                begin, end = bisect.bisect_right(ticks, op.tick), bisect.bisect_right(ticks, last)
+                size, trains = self._number(bytes_of(op)), op.spec is not None and op.spec.requires_grad
                 sizes[begin] += size
                 sizes[end] -= size
                 training[begin] += trains
@@ -378,36 +376,36 @@ class _ChainMaker:
         """Places that nothing crosses which no other stage could get: sizes and numbers that depend on the data."""
         numbers = self._numbers_from_data()
         spans = [
-            (step.tick, last)
-            for step, last in ((self.traced.steps[index], last) for index, last in self._last_uses().items())
-            if step.index in numbers or (step.spec is not None and step.spec.symbols - self.traced.dims.keys())
+            (op.tick, last)
+            for op, last in ((self.traced.operations[index], last) for index, last in self._last_uses().items())
+            if op.index in numbers or (op.spec is not None and op.spec.symbols - self.traced.dims.keys())
         ]
         return [place for place in places if not any(made < place.cut.tick <= last for made, last in spans)]
 
     def _numbers_from_data(self) -> set[int]:
         """Numbers that were taken out of a tensor, and those made of them."""
         found: set[int] = set()
-        for step in self.operations:
-            if operator_name(step.target) in NUMBERS or (step.spec is None and not found.isdisjoint(step.refs)):
-                found.add(step.index)
+        for op in self.operations:
+            if operator_name(op.target) in NUMBERS or (op.spec is None and not found.isdisjoint(op.refs)):
+                found.add(op.index)
         return found
 
     def _last_uses(self) -> dict[int, int]:
         """The tick of the last operation that uses each value."""
         found: dict[int, int] = {}
-        for step in self.operations:
-            for index in step.refs:
-                found[index] = max(found.get(index, -1), step.tick)
+        for op in self.operations:
+            for index in op.refs:
+                found[index] = max(found.get(index, -1), op.tick)
         return found | dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1)
 
     def _free_to_make(self) -> set[int]:
         """Values made of sizes, constants and buffers alone."""
         free: set[int] = set()
-        for step in self.traced.steps:
-            made_of_nothing = step.kind == "op" and not step.writes and all(index in free for index in step.refs)
-            state = step.kind in ("state", "constant")
-            if (made_of_nothing or state) and not (step.spec is not None and step.spec.requires_grad):
-                free.add(step.index)
+        for op in self.traced.operations:
+            made_of_nothing = op.kind == "op" and not op.writes and all(index in free for index in op.refs)
+            state = op.kind in ("state", "constant")
+            if (made_of_nothing or state) and not (op.spec is not None and op.spec.requires_grad):
+                free.add(op.index)
         return free
 
     def _number(self, dim: Dim) -> float:

@@ -12,7 +12,7 @@ from ..pipe_ir import HERE, Pipe, RecomputedValue, StageInfo, TracedModel
 from .build import build_stage_module
 from .codegen.emit import Emitter, Function
 from .codegen.expressions import Naming, name_values
-from .cost.step import flops_between
+from .cost.operation import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
 from .modes import Modes
 from .points import SplitPlan
@@ -70,14 +70,14 @@ def cut_model(
 def _returns(traced: TracedModel, flows: Flow, index: int) -> Any:
     if index == len(flows.stages) - 1:
         return traced.output
-    return {value: wire_order(traced.steps[value], traced) for value in flows.stages[index].outputs}
+    return {value: wire_order(traced.operations[value], traced) for value in flows.stages[index].outputs}
 
 
 def _prologue(traced: TracedModel, program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
     """What a stage computes from its inputs before anything else."""
     lines = []
     for value in stage.inputs:
-        order = wire_order(traced.steps[value], traced)
+        order = wire_order(traced.operations[value], traced)
         if order:
             back = [order.index(dim) for dim in range(len(order))]
             lines.append(f"{names[value]} = {names[value]}.permute({back})")

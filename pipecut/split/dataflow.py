@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from ..errors import SplitError
-from ..pipe_ir import HERE, Edge, Step, TensorSpec, TracedModel
+from ..pipe_ir import HERE, Edge, Operation, TensorSpec, TracedModel
 from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 
@@ -85,7 +85,7 @@ class FlowFinder:
 
     def spec(self, value: int) -> TensorSpec:
         """What is known of a value when it is sent."""
-        return _spec(self.traced.steps[value], self.traced)
+        return _spec(self.traced.operations[value], self.traced)
 
     def _stage(self, index: int, keys: frozenset[Key]) -> StageFlow:
         inputs, sizes = self._inputs(index, keys)
@@ -103,7 +103,7 @@ class FlowFinder:
                 inputs.append(sizes[symbol][0])
         if HERE in keys and not inputs and not self._has_parameters(keys):
             # The device is that of an input, or of a parameter.
-            inputs.append(next(entry.step for entry in self.traced.inputs if entry.step is not None))
+            inputs.append(next(entry.value for entry in self.traced.inputs if entry.value is not None))
         return inputs, sizes
 
     def _has_parameters(self, keys: frozenset[Key]) -> bool:
@@ -113,23 +113,23 @@ class FlowFinder:
 
     def _arrives(self, value: int, stage: int) -> bool:
         """Whether a value comes from outside the stage, and is not part of its own state."""
-        step = self.traced.steps[value]
-        return step.kind == "input" or (step.kind == "op" and value in self.made_in and value not in self.made[stage])
+        op = self.traced.operations[value]
+        return op.kind == "input" or (op.kind == "op" and value in self.made_in and value not in self.made[stage])
 
     def _order(self, value: int) -> tuple[bool, int]:
-        return (self.traced.steps[value].kind != "input", value)
+        return (self.traced.operations[value].kind != "input", value)
 
     def _size_source(self, symbol: sympy.Symbol, inputs: Sequence[int]) -> tuple[int, int]:
         for value in sorted(inputs, key=self._order):
-            spec = self.traced.steps[value].spec
+            spec = self.traced.operations[value].spec
             if spec is not None and symbol in spec.shape:
                 return value, spec.shape.index(symbol)
         return self.traced.dims[symbol]
 
     def _edge(self, value: int, target: int) -> Edge | None:
-        step = self.traced.steps[value]
+        op = self.traced.operations[value]
         source = self._source(value, target)
-        if step.kind == "input" and source is None:
+        if op.kind == "input" and source is None:
             if target == 0:
                 return None
             return Edge(value, self.names[value], "root input", 0, target, self.spec(value))
@@ -139,7 +139,7 @@ class FlowFinder:
     def _source(self, value: int, target: int) -> int | None:
         """The stage that has the value as the target must see it: its last writer before the target, or its maker."""
         made = self.made_in.get(value)
-        storage = self.traced.steps[value].storage
+        storage = self.traced.operations[value].storage
         later = [stage for stage in self.writers.get(storage, ()) if (made or 0) <= stage < target]
         if not later:
             return made
@@ -159,7 +159,7 @@ class FlowFinder:
     def _check_aliases(self, stage: int, inputs: Sequence[int]) -> None:
         by_storage: dict[int, int] = {}
         for value in inputs:
-            storage = self.traced.steps[value].storage
+            storage = self.traced.operations[value].storage
             if storage is None or stage not in self.writers.get(storage, ()):
                 continue
             if storage in by_storage:
@@ -171,51 +171,51 @@ class FlowFinder:
             by_storage[storage] = value
 
     def _called(self, value: int) -> str:
-        step = self.traced.steps[value]
-        return f"{self.names[value]} ({step.source})" if step.source else self.names[value]
+        op = self.traced.operations[value]
+        return f"{self.names[value]} ({op.source})" if op.source else self.names[value]
 
     def _is_written_in(self, value: int, stage: int) -> bool:
         """Whether a received activation is written to, so that it must be a copy of its own."""
-        step = self.traced.steps[value]
-        if step.kind == "input" and self._source(value, stage) is None:
+        op = self.traced.operations[value]
+        if op.kind == "input" and self._source(value, stage) is None:
             return False  # the model writes to its caller's tensor, as it does uncut
-        return step.storage is not None and stage in self.writers.get(step.storage, ())
+        return op.storage is not None and stage in self.writers.get(op.storage, ())
 
     def _writers(self) -> dict[int | None, list[int]]:
         """The stages that write to each memory, in order."""
         writers: dict[int | None, list[int]] = {}
-        for step in self.traced.steps:
-            for index in step.writes:
-                stage = bisect.bisect_right(self.cuts, step.tick)
-                stages = writers.setdefault(self.traced.steps[index].storage, [])
+        for op in self.traced.operations:
+            for index in op.writes:
+                stage = bisect.bisect_right(self.cuts, op.tick)
+                stages = writers.setdefault(self.traced.operations[index].storage, [])
                 if stage not in stages:
                     stages.append(stage)
         writers.pop(None, None)
         return writers
 
 
-def _spec(step: Step, traced: TracedModel) -> TensorSpec:
-    if step.spec is None:
+def _spec(op: Operation, traced: TracedModel) -> TensorSpec:
+    if op.spec is None:
         raise SplitError(
-            f"{step.name} is used in a later stage, and is a number that depends on the data, not a tensor"
-            f"{f' ({step.source})' if step.source else ''}; cut elsewhere, or keep it as a tensor"
+            f"{op.name} is used in a later stage, and is a number that depends on the data, not a tensor"
+            f"{f' ({op.source})' if op.source else ''}; cut elsewhere, or keep it as a tensor"
         )
-    unknown = sorted(str(symbol) for symbol in step.spec.symbols - traced.dims.keys())
+    unknown = sorted(str(symbol) for symbol in op.spec.symbols - traced.dims.keys())
     if unknown:
         raise SplitError(
-            f"{step.name} is used in a later stage, and its size depends on the data ({step.spec})"
-            f"{f' ({step.source})' if step.source else ''}; the later stage cannot know it beforehand: cut elsewhere"
+            f"{op.name} is used in a later stage, and its size depends on the data ({op.spec})"
+            f"{f' ({op.source})' if op.source else ''}; the later stage cannot know it beforehand: cut elsewhere"
         )
-    order = wire_order(step, traced)
-    return (step.spec.permuted(order) if order else step.spec).contiguous()
+    order = wire_order(op, traced)
+    return (op.spec.permuted(order) if order else op.spec).contiguous()
 
 
-def wire_order(step: Step, traced: TracedModel) -> tuple[int, ...] | None:
+def wire_order(op: Operation, traced: TracedModel) -> tuple[int, ...] | None:
     """The order of dims in which a value is sent; None for its own.
 
     What is sent lies in memory in order. A transposed activation is sent as it lies, and turned back by the receiver:
     a matrix product over another layout may round differently.
     """
-    if step.kind == "input" or step.spec is None or step.spec.is_contiguous:
+    if op.kind == "input" or op.spec is None or op.spec.is_contiguous:
         return None
-    return step.spec.memory_order(traced.hints)
+    return op.spec.memory_order(traced.hints)

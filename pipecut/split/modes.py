@@ -12,8 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import PipeError, PipeWarning
-from ..pipe_ir import Ref, Step, TracedModel
-from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Operation, Piece, WholeCall
+from ..pipe_ir import Operation, Ref, TracedModel
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall
 from .state import written_state
 
 _NUMBERS = (bool, int, float)
@@ -32,7 +32,7 @@ class Switch:
 class Modes:
     """Generated code in the two modes.
 
-    `switches` are arguments that follow the mode, by step and the argument's name; `bound` are pieces, by stage,
+    `switches` are arguments that follow the mode, by operation and the argument's name; `bound` are pieces, by stage,
     path and number of the call, that fit one mode only. `written_in_other` are the parameters and buffers that the
     other mode updates; None where nobody has looked.
     """
@@ -41,12 +41,12 @@ class Modes:
     bound: Mapping[_PieceKey, bool] = field(default_factory=dict)
     written_in_other: frozenset[str] | None = None
 
-    def arguments_of(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A step's arguments, with Switches where they follow the mode."""
-        mine = dict(self.switches.get(step.index, {}))
-        names = list(_named_arguments(step))
-        args = tuple(mine.pop(name, value) for name, value in zip(names, step.args, strict=False))
-        return args, {**step.kwargs, **mine}
+    def arguments_of(self, op: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An operation's arguments, with Switches where they follow the mode."""
+        mine = dict(self.switches.get(op.index, {}))
+        names = list(_named_arguments(op))
+        args = tuple(mine.pop(name, value) for name, value in zip(names, op.args, strict=False))
+        return args, {**op.kwargs, **mine}
 
 
 def compare_modes(
@@ -83,8 +83,8 @@ class _Matcher:
         for index, own_names in here.state_names.items():
             self.same[index] = names.get(own_names[0], -1)
         for mine, theirs in zip(here.inputs, there.inputs, strict=True):
-            if mine.step is not None and theirs.step is not None:
-                self.same[mine.step] = theirs.step
+            if mine.value is not None and theirs.value is not None:
+                self.same[mine.value] = theirs.value
 
     def match_piece(self, stage: int, mine: Piece, theirs: Piece) -> bool:
         if mine.path == theirs.path and self._items(
@@ -144,21 +144,21 @@ class _Matcher:
         return all(self._equal(own, other) for own, other in zip(*pairs[0], strict=True))
 
     def _operation(self, mine: Operation, theirs: Operation) -> bool:
-        if mine.step.target != theirs.step.target or not mine.context.is_like(theirs.context):
+        if mine.target != theirs.target or not mine.context.is_like(theirs.context):
             return False
-        self.same[mine.step.index] = theirs.step.index
-        own, other = _named_arguments(mine.step), _named_arguments(theirs.step)
+        self.same[mine.index] = theirs.index
+        own, other = _named_arguments(mine), _named_arguments(theirs)
         for name, value in own.items():
             if not self._equal(value, other[name]):
                 if not (isinstance(value, _NUMBERS) and isinstance(other[name], _NUMBERS)):
                     return False
                 pair = (value, other[name]) if self.here.training else (other[name], value)
-                self.switches.setdefault(mine.step.index, {})[name] = Switch(*pair)
+                self.switches.setdefault(mine.index, {})[name] = Switch(*pair)
         return True
 
     def _equal(self, mine: Any, theirs: Any) -> bool:
         if isinstance(mine, Ref) and isinstance(theirs, Ref):
-            own, other = self.here.steps[mine.index], self.there.steps[theirs.index]
+            own, other = self.here.operations[mine.index], self.there.operations[theirs.index]
             if own.kind == other.kind == "constant":
                 return _same_constant(own.constant, other.constant)
             return self.same.get(mine.index) == theirs.index
@@ -175,13 +175,13 @@ def _same_constant(mine: Any, theirs: Any) -> bool:
     return mine is theirs
 
 
-def _named_arguments(step: Step) -> dict[str, Any]:
+def _named_arguments(op: Operation) -> dict[str, Any]:
     """The arguments of an operation by name, defaults included; by position where there is no schema."""
-    if not isinstance(step.target, torch._ops.OpOverload):
-        return {**{str(position): value for position, value in enumerate(step.args)}, **step.kwargs}
-    schema = step.target._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, step.args, strict=False)}
-    return {**{argument.name: argument.default_value for argument in schema}, **given, **step.kwargs}
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return {**{str(position): value for position, value in enumerate(op.args)}, **op.kwargs}
+    schema = op.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, op.args, strict=False)}
+    return {**{argument.name: argument.default_value for argument in schema}, **given, **op.kwargs}
 
 
 def require_mode(module: nn.Module, training: bool, path: str) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PipeWarning, SplitError, did_you_mean
-from ..pipe_ir import HERE, Context, Ref, Size, Span, Step, TracedModel, is_mark
-from .cost.step import Weights
+from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
+from .cost.operation import Weights
 
 # MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap,
 # MERGED: fallbacks.
@@ -26,8 +26,8 @@ class Regions:
 
     def __init__(self, traced: TracedModel) -> None:
         self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
-        self._operations = [step for step in traced.steps if step.kind == "op"]
-        self._ticks = [step.tick for step in self._operations]
+        self._operations = [op for op in traced.operations if op.kind == "op"]
+        self._ticks = [op.tick for op in self._operations]
 
     def settle(self, tick: int) -> tuple[int, str | None]:
         """A tick moved to the edge of the regions that begin or end there, and what it is inside of, if anything."""
@@ -175,9 +175,9 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
 def _marked(traced: TracedModel) -> list[Cut]:
     _check_no_mark_in_subgraphs(traced)
     return [
-        Cut(step.tick, f"pipe_split() at {_place(step)}", _calls_around(traced.root, step.tick)[-1].path)
-        for step in traced.steps
-        if step.kind == "mark"
+        Cut(op.tick, f"pipe_split() at {_place(op)}", _calls_around(traced.root, op.tick)[-1].path)
+        for op in traced.operations
+        if op.kind == "mark"
     ]
 
 
@@ -197,9 +197,9 @@ def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warn: bool) -> SplitP
 
 
 def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
-    for step in traced.steps:
-        if isinstance(step.constant, GraphModule):
-            graphs = [module.graph for module in step.constant.modules() if isinstance(module, GraphModule)]
+    for op in traced.operations:
+        if isinstance(op.constant, GraphModule):
+            graphs = [module.graph for module in op.constant.modules() if isinstance(module, GraphModule)]
             if any(is_mark(node.target) for graph in graphs for node in graph.nodes):
                 raise SplitError(
                     "pipe_split() stands inside a function passed to torch.cond or another higher-order "
@@ -236,7 +236,7 @@ def _check_no_empty_stage(traced: TracedModel, cuts: Sequence[Cut]) -> None:
 
 
 def _has_work(traced: TracedModel, begin: int, end: int) -> bool:
-    return any(step.kind == "op" for step in traced.steps_within(begin, end))
+    return any(op.kind == "op" for op in traced.operations_within(begin, end))
 
 
 def _calls_around(root: Span, tick: int) -> list[Span]:
@@ -250,7 +250,7 @@ def _calls_around(root: Span, tick: int) -> list[Span]:
     return around
 
 
-def _place(mark: Step) -> str:
+def _place(mark: Operation) -> str:
     return mark.source.replace("File ", "").split(", in ")[0] or "an unknown line"
 
 
@@ -258,7 +258,7 @@ def _place(mark: Step) -> str:
 
 
 SplitPolicy = Callable[[GraphModule], GraphModule]
-_STEP = "pipecut_step"
+_OPERATION = "pipecut_operation"
 
 
 def cuts_by_policy(traced: TracedModel, policy: SplitPolicy) -> SplitPlan:
@@ -273,23 +273,23 @@ def cuts_by_policy(traced: TracedModel, policy: SplitPolicy) -> SplitPlan:
 
 
 def _cut_at(traced: TracedModel, mark: Node) -> Cut:
-    before = _nearest_step(traced, mark, lambda node: node.prev)
-    after = _nearest_step(traced, mark, lambda node: node.next)
+    before = _nearest_operation(traced, mark, lambda node: node.prev)
+    after = _nearest_operation(traced, mark, lambda node: node.next)
     begin = traced.root.begin if before is None else before.tick
     end = traced.root.end if after is None else after.tick
-    # Calls that end between the two steps are over at the mark; calls that begin there have not begun.
+    # Calls that end between the two operations are over at the mark; calls that begin there have not begun.
     over = [span.end for span in traced.spans("call") if span.begin <= begin < span.end < end]
     tick = max(over, default=begin) + 1
     label = f"the split_policy's mark {f'before {after.name}' if after else 'at the end'}"
     return Cut(tick, label, _calls_around(traced.root, tick)[-1].path)
 
 
-def _nearest_step(traced: TracedModel, node: Node, move: Callable[[Node], Node]) -> Step | None:
+def _nearest_operation(traced: TracedModel, node: Node, move: Callable[[Node], Node]) -> Operation | None:
     node = move(node)
     while node.op != "root":
-        if _STEP in node.meta:
-            index: int = node.meta[_STEP]
-            return traced.steps[index]
+        if _OPERATION in node.meta:
+            index: int = node.meta[_OPERATION]
+            return traced.operations[index]
         node = move(node)
     return None
 
@@ -310,23 +310,23 @@ def _as_graph_module(traced: TracedModel) -> GraphModule:
             return type(value)(argument(item) for item in value)
         return traced.device if value is HERE else value
 
-    def add(step: Step) -> Node:
-        if step.kind == "input":
-            return graph.placeholder(step.name)
-        if step.kind in ("state", "constant"):
-            attributes[step.target] = _tensor(traced, step)
-            return graph.get_attr(step.target)
-        kwargs = {key: argument(value) for key, value in step.kwargs.items()}
-        return graph.create_node("call_function", step.target, tuple(map(argument, step.args)), kwargs, name=step.name)
+    def add(op: Operation) -> Node:
+        if op.kind == "input":
+            return graph.placeholder(op.name)
+        if op.kind in ("state", "constant"):
+            attributes[op.target] = _tensor(traced, op)
+            return graph.get_attr(op.target)
+        kwargs = {key: argument(value) for key, value in op.kwargs.items()}
+        return graph.create_node("call_function", op.target, tuple(map(argument, op.args)), kwargs, name=op.name)
 
-    for step in sorted(traced.steps, key=lambda step: step.tick):
-        node = nodes[step.index] = add(step)
-        if step.spec is not None:
-            shape = list(map(at.number, step.spec.shape))
-            node.meta["val"] = torch.empty(shape, dtype=step.spec.dtype, device="meta")
-        if step.kind == "op":
-            node.meta[_STEP] = step.index
-            around = _calls_around(traced.root, step.tick)
+    for op in sorted(traced.operations, key=lambda op: op.tick):
+        node = nodes[op.index] = add(op)
+        if op.spec is not None:
+            shape = list(map(at.number, op.spec.shape))
+            node.meta["val"] = torch.empty(shape, dtype=op.spec.dtype, device="meta")
+        if op.kind == "op":
+            node.meta[_OPERATION] = op.index
+            around = _calls_around(traced.root, op.tick)
             node.meta["nn_module_stack"] = {
                 call.label: (call.path, type(traced.model.get_submodule(call.path))) for call in around
             }
@@ -334,8 +334,8 @@ def _as_graph_module(traced: TracedModel) -> GraphModule:
     return GraphModule(attributes, graph)
 
 
-def _tensor(traced: TracedModel, step: Step) -> Any:
-    if step.kind == "constant":
-        return step.constant
-    path, _, name = step.target.rpartition(".")
+def _tensor(traced: TracedModel, op: Operation) -> Any:
+    if op.kind == "constant":
+        return op.constant
+    path, _, name = op.target.rpartition(".")
     return getattr(traced.model.get_submodule(path), name)

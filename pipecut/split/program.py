@@ -19,28 +19,17 @@ from ..pipe_ir import (
     ConstantRef,
     Context,
     Fallback,
+    Operation,
     Ref,
     Size,
     Span,
-    Step,
     Template,
     TracedModel,
     operator_name,
 )
 
-# A value that travels by name through generated code: what a step made, a symbolic dim, or the device (HERE).
+# A value that travels by name through generated code: what an operation made, a symbolic dim, or the device (HERE).
 Key: TypeAlias = int | sympy.Symbol | Any
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One traced operation."""
-
-    step: Step
-
-    @property
-    def context(self) -> Context:
-        return self.step.context
 
 
 @dataclass(frozen=True)
@@ -123,7 +112,7 @@ def walk(items: tuple[Item, ...]) -> Iterator[Item]:
 def defined_by(item: Item) -> frozenset[int]:
     """The values that an item makes."""
     if isinstance(item, Operation):
-        return frozenset({item.step.index})
+        return frozenset({item.index})
     if isinstance(item, WholeCall | FunctionCall):
         return item.makes
     return frozenset(index for inner in body_of(item) for index in defined_by(inner))
@@ -132,7 +121,7 @@ def defined_by(item: Item) -> frozenset[int]:
 def used_by(item: Item) -> frozenset[Key]:
     """The values from outside that an item needs."""
     if isinstance(item, Operation):
-        return keys_in((item.step.args, item.step.kwargs))
+        return keys_in((item.args, item.kwargs))
     if isinstance(item, WholeCall):
         return keys_in(item.span.args) | keys_in(tuple(shape for _, shape in item.shapes))
     if isinstance(item, FunctionCall):
@@ -188,23 +177,23 @@ class Wholeness:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.last_use = _last_uses(traced)
-        self._timed = [step for step in traced.steps if step.tick >= 0]
-        self._ticks = [step.tick for step in self._timed]
+        self._timed = [op for op in traced.operations if op.tick >= 0]
+        self._ticks = [op.tick for op in self._timed]
         self._buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
             for name, index in span.assigned_buffers.items()
         }
 
-    def steps(self, begin: int, end: int) -> list[Step]:
-        """The steps with begin <= tick < end."""
+    def operations(self, begin: int, end: int) -> list[Operation]:
+        """The operations with begin <= tick < end."""
         return self._timed[bisect.bisect_left(self._ticks, begin) : bisect.bisect_left(self._ticks, end)]
 
     def runs_alone(self, span: Span) -> bool:
         """Whether calling the module's own code gives what was traced."""
         if not span.args.is_plain:
             return False
-        if any(step.kind == "mark" for step in self.steps(span.begin, span.end)):
+        if any(op.kind == "mark" for op in self.operations(span.begin, span.end)):
             return False
         return not self._hidden_inputs(span) and not self._hidden_outputs(span)
 
@@ -232,31 +221,31 @@ class Wholeness:
                 "is not cut, or pass all it needs as tensors"
             )
 
-    def check_branches(self, step: Step) -> None:
+    def check_branches(self, op: Operation) -> None:
         """Refuse torch.cond and the like in generated code if their functions have parameters inside."""
-        for branch in (self.traced.steps[index].constant for index in step.refs):
+        for branch in (self.traced.operations[index].constant for index in op.refs):
             if isinstance(branch, GraphModule) and any(node.op == "get_attr" for node in branch.graph.nodes):
                 raise SplitError(
-                    f"torch.{operator_name(step.target)} uses parameters or tensors of the model inside its functions, "
-                    f"in a forward that is cut ({step.source}); pass them as operands, or move the call into a "
+                    f"torch.{operator_name(op.target)} uses parameters or tensors of the model inside its functions, "
+                    f"in a forward that is cut ({op.source}); pass them as operands, or move the call into a "
                     "module of its own that is not cut"
                 )
 
-    def is_dead(self, step: Step) -> bool:
+    def is_dead(self, op: Operation) -> bool:
         """Whether nobody uses the result of an operation, and it does nothing else."""
-        if step.index in self.last_use or step.writes:
+        if op.index in self.last_use or op.writes:
             return False
-        if not isinstance(step.target, torch._ops.OpOverload) or not step.target._schema.returns:
+        if not isinstance(op.target, torch._ops.OpOverload) or not op.target._schema.returns:
             return False
         # An unused random number still moves the generator on.
-        return torch.Tag.nondeterministic_seeded not in step.target.tags
+        return torch.Tag.nondeterministic_seeded not in op.target.tags
 
     def _hidden_inputs(self, span: Span) -> list[str]:
         arguments = set(span.args.refs)
         hidden = []
-        for step in self.steps(span.begin, span.end):
-            for index in step.refs:
-                source = self.traced.steps[index]
+        for op in self.operations(span.begin, span.end):
+            for index in op.refs:
+                source = self.traced.operations[index]
                 inside = source.tick >= span.begin or source.kind == "constant"
                 own = inside or index in arguments or self._is_own_state(index, span.path)
                 if not own or index in self.traced.reached_state:
@@ -267,11 +256,11 @@ class Wholeness:
         leaves = zip(span.result.leaves, span.result.structure.paths(), strict=True)
         visible = {leaf.index for leaf, path in leaves if isinstance(leaf, Ref) and all(map(_ACCESS.match, path))}
         return [
-            step.name
-            for step in self.steps(span.begin, span.end)
-            if self.last_use.get(step.index, -1) > span.end
-            and step.index not in visible
-            and not self._is_own_state(step.index, span.path)
+            op.name
+            for op in self.operations(span.begin, span.end)
+            if self.last_use.get(op.index, -1) > span.end
+            and op.index not in visible
+            and not self._is_own_state(op.index, span.path)
         ]
 
     def _is_own_state(self, index: int, path: str) -> bool:
@@ -282,9 +271,9 @@ class Wholeness:
 def _last_uses(traced: TracedModel) -> dict[int, int]:
     """The last tick at which each value is used, by an operation or as an argument of a call."""
     last: dict[int, int] = {}
-    for step in traced.steps:
-        for index in step.refs:
-            last[index] = max(last.get(index, -1), step.tick)
+    for op in traced.operations:
+        for index in op.refs:
+            last[index] = max(last.get(index, -1), op.tick)
     for span in traced.spans():
         for index in span.args.refs:
             last[index] = max(last.get(index, -1), span.begin)
@@ -324,7 +313,7 @@ def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
     return tensor
 
 
-# MERGED: Cuts the list of traced steps into one program per stage.
+# MERGED: Cuts the list of traced operations into one program per stage.
 
 
 def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True) -> tuple[Piece, ...]:
@@ -380,16 +369,16 @@ class _Partitioner:
             position = child.end
         yield from self._operations(position, end)
         for name, index in span.assigned_buffers.items():
-            made = max(self.traced.steps[index].tick, span.begin)
+            made = max(self.traced.operations[index].tick, span.begin)
             if begin <= made < end:
                 # At the end of the piece that makes the value: what comes before may still read the old one.
                 yield BufferUpdate(span.path, name, index, span.context)
 
     def _operations(self, begin: int, end: int) -> Iterator[Item]:
-        for step in self.wholeness.steps(begin, end):
-            if step.kind == "op" and not self.wholeness.is_dead(step):
-                self.wholeness.check_branches(step)
-                yield Operation(step)
+        for op in self.wholeness.operations(begin, end):
+            if op.kind == "op" and not self.wholeness.is_dead(op):
+                self.wholeness.check_branches(op)
+                yield op
 
     def _child(self, child: Span, begin: int, end: int) -> Item:
         if child.kind == "checkpoint":
@@ -408,7 +397,7 @@ class _Partitioner:
     def _shapes_to_check(self, span: Span) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         if not decides_about_sizes(self.traced, span) and self.traced.fallback(span.path) is None:
             return ()
-        specs = {index: self.traced.steps[index].spec for index in sorted(self._made_in(span))}
+        specs = {index: self.traced.operations[index].spec for index in sorted(self._made_in(span))}
         return tuple(
             (index, tuple(dim if isinstance(dim, int) else Size(dim) for dim in spec.shape))
             for index, spec in specs.items()
@@ -416,4 +405,4 @@ class _Partitioner:
         )
 
     def _made_in(self, span: Span) -> frozenset[int]:
-        return frozenset(index for index in span.result.refs if self.traced.steps[index].tick >= span.begin)
+        return frozenset(index for index in span.result.refs if self.traced.operations[index].tick >= span.begin)

@@ -10,15 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..pipe_ir import RecomputedValue, Span, Step, TracedModel, has_forward_hooks, operator_name
-from .cost.step import Weights
+from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_name
+from .cost.operation import Weights
 from .dataflow import FlowFinder
 from .modes import Modes
 from .program import (
     Checkpointed,
     Item,
     Key,
-    Operation,
     Piece,
     WholeCall,
     Wholeness,
@@ -30,7 +29,7 @@ from .program import (
 )
 from .state import written_state
 
-# MERGED: Which steps another stage may run again, and get the same bits: masks, positions, tables of sines.
+# MERGED: Which operations another stage may run again, and get the same bits: masks, positions, tables of sines.
 
 
 # `torch.tensor(1.0)` in a forward is traced as a copy that is detached in place; without a gradient that is nothing.
@@ -40,65 +39,65 @@ _RANDOM = (torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise
 
 
 class _Repeatable:
-    """Knows of each step whether it depends on nothing but sizes, constants, fixed buffers and model inputs."""
+    """Knows of each operation whether it depends on nothing but sizes, constants, fixed buffers and model inputs."""
 
     def __init__(self, traced: TracedModel, programs: Sequence[Piece], modes: Modes) -> None:
         self.traced = traced
         self._written = {
-            traced.steps[index].storage
-            for step in traced.steps
-            if operator_name(step.target) not in _HARMLESS_WRITES
-            for index in step.writes
+            traced.operations[index].storage
+            for op in traced.operations
+            if operator_name(op.target) not in _HARMLESS_WRITES
+            for index in op.writes
         }
-        self._written |= {traced.steps[index].storage for span in _untraced(traced) for index in span.args.refs}
-        steps_of = Wholeness(traced).steps
+        self._written |= {traced.operations[index].storage for span in _untraced(traced) for index in span.args.refs}
+        operations_of = Wholeness(traced).operations
         opaque = self._opaque_spans(programs)
-        self._barred = {step.index for span in opaque for step in steps_of(span.begin, span.end)}
+        self._barred = {op.index for span in opaque for op in operations_of(span.begin, span.end)}
         self._barred |= modes.switches.keys()
         self._fixed = _buffers_to_copy(traced.model) - _changing_buffers(traced, modes)
         self._yes: set[int] = set()
-        for step in traced.steps:
-            if self._can(step):
-                self._yes.add(step.index)
+        for op in traced.operations:
+            if self._can(op):
+                self._yes.add(op.index)
 
     def __contains__(self, index: int) -> bool:
         return index in self._yes
 
-    def chain(self, values: Iterable[int]) -> list[Step]:
+    def chain(self, values: Iterable[int]) -> list[Operation]:
         """The operations that make the values, all of them, in order."""
         found: set[int] = set()
         waiting = list(values)
         while waiting:
             index = waiting.pop()
-            if index not in found and self.traced.steps[index].kind == "op":
+            if index not in found and self.traced.operations[index].kind == "op":
                 found.add(index)
-                waiting += self.traced.steps[index].refs
-        return [self.traced.steps[index] for index in sorted(found)]
+                waiting += self.traced.operations[index].refs
+        return [self.traced.operations[index] for index in sorted(found)]
 
     def model_inputs(self, values: Iterable[int]) -> frozenset[int]:
         """The model inputs that the values are made from."""
-        refs = {index for step in self.chain(values) for index in step.refs}
-        return frozenset(index for index in refs if self.traced.steps[index].kind == "input")
+        refs = {index for op in self.chain(values) for index in op.refs}
+        return frozenset(index for index in refs if self.traced.operations[index].kind == "input")
 
-    def _can(self, step: Step) -> bool:
-        if step.storage in self._written and step.storage is not None:
+    def _can(self, op: Operation) -> bool:
+        if op.storage in self._written and op.storage is not None:
             return False
-        if step.spec is not None and (step.spec.requires_grad or not step.spec.symbols <= self.traced.dims.keys()):
+        if op.spec is not None and (op.spec.requires_grad or not op.spec.symbols <= self.traced.dims.keys()):
             return False
-        return step.kind == "input" or (step.kind in _KINDS and _KINDS[step.kind](self, step))
+        return op.kind == "input" or (op.kind in _KINDS and _KINDS[op.kind](self, op))
 
-    def _is_fixed_buffer(self, step: Step) -> bool:
+    def _is_fixed_buffer(self, op: Operation) -> bool:
         """A parameter is none: it changes in training, and its copies would have to be kept alike."""
-        return self._fixed.issuperset(self.traced.state_names[step.index])
+        return self._fixed.issuperset(self.traced.state_names[op.index])
 
-    def _is_fixed_tensor(self, step: Step) -> bool:
-        return isinstance(step.constant, torch.Tensor) and not step.constant.requires_grad
+    def _is_fixed_tensor(self, op: Operation) -> bool:
+        return isinstance(op.constant, torch.Tensor) and not op.constant.requires_grad
 
-    def _is_repeatable_operation(self, step: Step) -> bool:
-        known = step.target is operator.getitem or _is_pure(step.target)
-        if not known or step.writes or step.context.vmap or step.index in self._barred:
+    def _is_repeatable_operation(self, op: Operation) -> bool:
+        known = op.target is operator.getitem or _is_pure(op.target)
+        if not known or op.writes or op.context.vmap or op.index in self._barred:
             return False
-        return all(index in self._yes for index in step.refs)
+        return all(index in self._yes for index in op.refs)
 
     def _opaque_spans(self, programs: Sequence[Piece]) -> Iterator[Span]:
         """Calls whose operations may be others next time, or do more than a trace shows."""
@@ -116,7 +115,7 @@ class _Repeatable:
         return not (hooked or paths & alive or decides_about_sizes(traced, span))
 
 
-_KINDS: dict[str, Callable[[_Repeatable, Step], bool]] = {
+_KINDS: dict[str, Callable[[_Repeatable, Operation], bool]] = {
     "state": _Repeatable._is_fixed_buffer,
     "constant": _Repeatable._is_fixed_tensor,
     "op": _Repeatable._is_repeatable_operation,
@@ -179,7 +178,7 @@ def _untraced(traced: TracedModel) -> Iterator[Span]:
 
 
 class _Droppable(Protocol):
-    """Knows which steps do nothing but make their value."""
+    """Knows which operations do nothing but make their value."""
 
     def __contains__(self, index: int) -> bool: ...
 
@@ -193,7 +192,7 @@ def _kept(items: tuple[Item, ...], needed: set[Key], droppable: _Droppable) -> t
     """The items that stay; `needed` grows by what these use, from the last item to the first."""
     kept: list[Item] = []
     for item in reversed(items):
-        if isinstance(item, Operation) and item.step.index in droppable and item.step.index not in needed:
+        if isinstance(item, Operation) and item.index in droppable and item.index not in needed:
             continue
         if isinstance(item, Piece):
             item = replace(item, items=_kept(item.items, needed, droppable))
@@ -230,7 +229,7 @@ def recompute(
     if not values:
         return tuple(programs), ()
     repeated = [
-        replace(program, items=(*map(Operation, repeatable.chain(mine)), *program.items))
+        replace(program, items=(*repeatable.chain(mine), *program.items))
         for program, mine in zip(programs[1:], chosen, strict=True)
     ]
     fuller = (programs[0], *repeated)
@@ -266,26 +265,26 @@ class _Chooser:
         yield from (frozenset({value}) for value in sorted(received))
 
     def _is_candidate(self, value: int) -> bool:
-        return self.traced.steps[value].kind == "op" and value in self.repeatable
+        return self.traced.operations[value].kind == "op" and value in self.repeatable
 
     def _cost(self, values: Iterable[int]) -> float:
         """What the stage takes in, in bytes, and what it does for the values, as the bytes that this is worth."""
         chain = self.repeatable.chain(values)
-        made = {step.index for step in chain}
-        keys: frozenset[Key] = (self.needs - made) | used_by_items(tuple(map(Operation, chain)))
+        made = {op.index for op in chain}
+        keys: frozenset[Key] = (self.needs - made) | used_by_items(tuple(chain))
         received = self.finder.arriving(self.stage, keys)
-        if not any(self.traced.steps[value].kind == "op" for value in received):
+        if not any(self.traced.operations[value].kind == "op" for value in received):
             return float("inf")  # a stage that waits for nobody would run ahead of all others
         messages = {self.finder.sender(value, self.stage) for value in received}
         sent = sum(map(self._bytes, received)) + _BYTES_PER_MESSAGE * len(messages)
         return sent + sum(map(self._work, chain)) / _WORK_PER_BYTE
 
-    def _work(self, step: Step) -> int:
-        is_view = step.storage is not None and any(
-            self.traced.steps[index].storage == step.storage for index in step.refs
+    def _work(self, op: Operation) -> int:
+        is_view = op.storage is not None and any(
+            self.traced.operations[index].storage == op.storage for index in op.refs
         )
-        return 1 if is_view else self.weigh.step(step)
+        return 1 if is_view else self.weigh.operation(op)
 
     def _bytes(self, value: int) -> int:
-        spec = self.traced.steps[value].spec
+        spec = self.traced.operations[value].spec
         return 0 if spec is None else self.weigh.elements(spec) * spec.dtype.itemsize

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import SplitError
-from ..pipe_ir import HOOK_DICTS, ModuleRef, Step, TiedParameter, TracedModel, is_plain_object, operator_name
+from ..pipe_ir import HOOK_DICTS, ModuleRef, Operation, TiedParameter, TracedModel, is_plain_object, operator_name
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
 
 # Operations that count as writing to their running statistics, which they do only if this argument is true: a stage may
@@ -119,28 +119,31 @@ def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
 
 def written_state(traced: TracedModel) -> set[str]:
     """The names of parameters and buffers that the forward updates, or may update in the other mode."""
-    return _written_by(traced, traced.steps)
+    return _written_by(traced, traced.operations)
 
 
 def changed_state(traced: TracedModel) -> set[str]:
     """The names of parameters and buffers that the forward updates in the mode in which it was traced."""
-    return _written_by(traced, [step for step in traced.steps if not _only_reads_statistics(step)])
+    return _written_by(traced, [op for op in traced.operations if not _only_reads_statistics(op)])
 
 
-def _only_reads_statistics(step: Step) -> bool:
+def _only_reads_statistics(op: Operation) -> bool:
     """An operation that updates running statistics if it is told to, and was not."""
-    if not isinstance(step.target, torch._ops.OpOverload):
+    if not isinstance(op.target, torch._ops.OpOverload):
         return False
-    flag = _UPDATED_IF.get(operator_name(step.target))
-    names = [argument.name for argument in step.target._schema.arguments]
-    given = dict(zip(names, step.args, strict=False)) | dict(step.kwargs)
+    flag = _UPDATED_IF.get(operator_name(op.target))
+    names = [argument.name for argument in op.target._schema.arguments]
+    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
     return flag is not None and given.get(flag) is False
 
 
-def _written_by(traced: TracedModel, steps: Sequence[Step]) -> set[str]:
-    memory = {traced.steps[index].storage for step in steps for index in step.writes} - {None}
+def _written_by(traced: TracedModel, operations: Sequence[Operation]) -> set[str]:
+    memory = {traced.operations[index].storage for op in operations for index in op.writes} - {None}
     written = {
-        name for index, names in traced.state_names.items() if traced.steps[index].storage in memory for name in names
+        name
+        for index, names in traced.state_names.items()
+        if traced.operations[index].storage in memory
+        for name in names
     }
     return written | {f"{span.path}.{name}".lstrip(".") for span in traced.spans() for name in span.assigned_buffers}
 
@@ -184,7 +187,7 @@ def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
 
 def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
     """The parameters that no traced operation uses."""
-    indices = {index for step in traced.steps for index in step.refs} | set(traced.output.refs)
+    indices = {index for op in traced.operations for index in op.refs} | set(traced.output.refs)
     used = {name for index in indices for name in traced.state_names.get(index, ())}
     return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)
 

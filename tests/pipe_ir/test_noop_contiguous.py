@@ -23,7 +23,7 @@ class Modes(nn.Module):
 
 
 def test_both_modes_after_the_cut() -> None:
-    """A model with dropout in its attention could not switch its mode: one trace had a step more."""
+    """A model with dropout in its attention could not switch its mode: one trace had an operation more."""
     for traced_in_training in (True, False):
         model, x = Modes().train(traced_in_training), torch.randn(3, 5, 4)
         pipe = pipeline(model, (x,), split_spec={"last": SplitPoint.BEGINNING})

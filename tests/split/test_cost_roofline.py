@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipeError, pipeline
 from pipecut.split.chain import Chain, StageTie, chain_of
-from pipecut.split.cost.machine import ACCUMULATED, Machine, StepTimes, Times
-from pipecut.split.cost.step import CostFinder
+from pipecut.split.cost.machine import ACCUMULATED, Machine, OperationTimes, Times
+from pipecut.split.cost.operation import CostFinder
 
 ARITHMETIC = Machine(matmul_flops={torch.float32: 1.0}, memory_bandwidth=1e30, overhead=0.0, link_bandwidth=1.0)
 MEMORY = Machine(matmul_flops={torch.float32: 1e30}, memory_bandwidth=1.0, overhead=0.0)
@@ -35,8 +35,8 @@ class Skip(nn.Module):
 
 def times_of(model: nn.Module, x: Tensor, machine: Machine) -> Times:
     traced = pipeline(model, (x,)).traced
-    times = StepTimes(CostFinder(traced), machine, traced.hints)
-    return sum(map(times.of, traced.steps), Times())
+    times = OperationTimes(CostFinder(traced), machine, traced.hints)
+    return sum(map(times.of, traced.operations), Times())
 
 
 def chain(model: nn.Module, x: Tensor) -> Chain:

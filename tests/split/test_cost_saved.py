@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import pipeline
-from pipecut.split.cost.step import CostFinder, StepCost
-from pipecut.split.cost.trial import _tried, try_step
+from pipecut.split.cost.operation import CostFinder, OperationCost
+from pipecut.split.cost.trial import _tried, try_operation
 
 
 class ConvNet(nn.Module):
@@ -165,9 +165,9 @@ def test_recurrent_layers_keep_what_their_kind_keeps(make: type[nn.Module]) -> N
     assert run_cost(model, (x,)).at({"batch": 4}).saved_bytes == pytest.approx(bytes_kept(model, (x,)), rel=0.15)
 
 
-def run_cost(model: nn.Module, args: tuple[Any, ...]) -> StepCost:
+def run_cost(model: nn.Module, args: tuple[Any, ...]) -> OperationCost:
     traced = pipeline(model, args).traced
-    return CostFinder(traced).run(traced.steps)
+    return CostFinder(traced).run(traced.operations)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -201,7 +201,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 def test_a_view_moves_no_bytes_and_a_lookup_only_what_it_takes() -> None:
     traced = pipeline(nn.Sequential(nn.Embedding(1000, 4), nn.Flatten()), (torch.zeros(2, 3, dtype=torch.long),)).traced
     finder = CostFinder(traced)
-    lookup, view = [finder.step(step) for step in traced.steps if step.kind == "op"]
+    lookup, view = [finder.operation(op) for op in traced.operations if op.kind == "op"]
     assert view.bytes_moved == 0
     assert lookup.at({"batch": 2}).bytes_moved == 2 * (2 * 3 * 4 * 4) + 2 * 3 * 8
 
@@ -224,7 +224,7 @@ def test_products_inside_an_autocast_are_not_free(caplog: pytest.LogCaptureFixtu
     """They were tried outside of it, where the dtypes do not fit: torch wrote a page, and two of three cost nothing."""
     traced = pipeline(EinsumsInAutocast(), (torch.ones(2, 4, 16),)).traced
     finder = CostFinder(traced)
-    flops = [finder.step(step).flops for step in traced.steps if "einsum" in str(step.target)]
+    flops = [finder.operation(op).flops for op in traced.operations if "einsum" in str(op.target)]
     assert len(flops) == 3
     assert len({str(each) for each in flops}) == 1
     assert str(flops[0]) != "0"
@@ -243,9 +243,9 @@ class Einsum(nn.Module):
 def test_what_is_kept_does_not_depend_on_the_mode_around_the_pricing() -> None:
     """What was seen in inference mode, where nothing is kept, was remembered for later models too."""
     traced = pipeline(nn.Sequential(Einsum(), Einsum()), (torch.ones(2, 40),)).traced
-    einsums = [step for step in traced.steps if "einsum" in str(step.target)]
-    outside = [try_step(traced, step) for step in einsums]
+    einsums = [op for op in traced.operations if "einsum" in str(op.target)]
+    outside = [try_operation(traced, op) for op in einsums]
     assert [tried is not None and tried.kept is not None for tried in outside] == [True, True]
     _tried.cache_clear()
     with torch.inference_mode():
-        assert [try_step(traced, step) for step in einsums] == outside
+        assert [try_operation(traced, op) for op in einsums] == outside

@@ -260,19 +260,19 @@ class Sums:
     """
 
     def __init__(self, pipe: Pipe, plan: SplitPlan) -> None:
-        steps = pipe.traced.steps
+        operations = pipe.traced.operations
         self.origin: dict[int, int] = {}
-        for step in steps:
-            passes_on = str(step.target) in PASSED_ON
-            self.origin[step.index] = self.origin[step.refs[0]] if passes_on else step.index
+        for op in operations:
+            passes_on = str(op.target) in PASSED_ON
+            self.origin[op.index] = self.origin[op.refs[0]] if passes_on else op.index
         self.uses: dict[int, Counter[int]] = {}
-        for step in steps:
-            if str(step.target) not in PASSED_ON:
-                self._note(step.refs, bisect.bisect_right(plan.ticks, step.tick))
+        for op in operations:
+            if str(op.target) not in PASSED_ON:
+                self._note(op.refs, bisect.bisect_right(plan.ticks, op.tick))
         self._note(pipe.traced.output.refs, len(plan.ticks))
         self.received = {self.origin[edge.value] for edge in pipe.edges}
-        self.made_in = {value: bisect.bisect_right(plan.ticks, steps[value].tick) for value in self.received}
-        self.handed_on = {self.origin[step.index] for step in steps if str(step.target) == ALIAS}
+        self.made_in = {value: bisect.bisect_right(plan.ticks, operations[value].tick) for value in self.received}
+        self.handed_on = {self.origin[op.index] for op in operations if str(op.target) == ALIAS}
 
     def _note(self, values: Iterable[int], stage: int) -> None:
         for value in values:
@@ -296,7 +296,7 @@ def gradients_may_be_transposed(pipe: Pipe) -> bool:
 
     It is then laid out like the value that it belongs to, and a matrix product may round differently.
     """
-    return any("aten.t." in str(step.target) for step in pipe.traced.steps)
+    return any("aten.t." in str(op.target) for op in pipe.traced.operations)
 
 
 def check_names(pipe: Pipe, model: Net) -> None:

@@ -90,7 +90,7 @@ def test_tables_and_masks_are_made_where_they_are_used(persistent: bool) -> None
     }
     assert "recomputed in stage 2: and_1, rotary_0, rotary_1 (would be 1.2 kB)" in str(pipe)
     assert [("rotary.frequencies" in stage.state_dict()) for stage in pipe.stages] == [persistent] * 3
-    assert "torch.set_grad_enabled(False)" in pipe.stage_infos[2].code[""], "the modes of the steps are kept"
+    assert "torch.set_grad_enabled(False)" in pipe.stage_infos[2].code[""], "the modes of the operations are kept"
 
 
 def test_short_sequences_have_masks_that_are_cheaper_to_send() -> None:

@@ -1,4 +1,4 @@
-"""Lets modules stay as they are during a trace: each of their calls is one step, and their code does not run."""
+"""Lets modules stay as they are during a trace: each of their calls is one operation, and their code does not run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _record_call(
     label: str,
     results: Sequence[_NewTensor],
 ) -> list[torch.Tensor]:
-    """Put one step into the trace that goes on; its results are tensors of the tracer."""
+    """Put one operation into the trace that goes on; its results are tensors of the tracer."""
     _TO_MAKE.append(results)
     try:
         return list(_EAGER_CALL(list(inputs), list(state), list(written), label))
@@ -122,7 +122,7 @@ class EagerModules:
         return __call__
 
     def _stand_in(self, key: CallKey, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """One step in place of a call, and the results that the call had on the example, as tensors of the tracer."""
+        """Record one operation in place of a call; return the results of the example as tensors of the tracer."""
         path, number = key
         if key not in self.seen.on_example.calls:
             raise HiddenTieError(f"{path!r} is called {number + 1} times in the trace, and less often on the example")

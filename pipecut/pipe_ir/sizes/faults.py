@@ -10,7 +10,7 @@ import sympy
 
 from ...errors import PipeWarning
 from ..spec import Dim
-from ..traced import Condition, FixedDim, Step, TracedCall, TracedInput, TracedModel
+from ..traced import Condition, FixedDim, Operation, TracedCall, TracedInput, TracedModel
 from ..tracing.operators import operator_name
 from ..tracing.recorder import Recorder
 from .dynamic import DynamicDims, Place
@@ -95,9 +95,9 @@ def _in_words(allowed: Sequence[int], end: int) -> str:
             runs[-1].append(size)
         else:
             runs.append([size])
-    steps = {later[0] - run[0] for run, later in zip(runs, runs[1:], strict=False)}
-    if len(runs) > 3 and len(steps) == 1 and all(len(run) == 1 for run in runs):
-        return f"= {', '.join(str(run[0]) for run in runs[:3])} and so on, by {steps.pop()}"
+    gaps = {later[0] - run[0] for run, later in zip(runs, runs[1:], strict=False)}
+    if len(runs) > 3 and len(gaps) == 1 and all(len(run) == 1 for run in runs):
+        return f"= {', '.join(str(run[0]) for run in runs[:3])} and so on, by {gaps.pop()}"
     words = [_run_in_words(run, end) for run in runs[:4]]
     return " or ".join(words) + (" and others" if len(runs) > 4 else "") if words else "none that was found"
 
@@ -116,10 +116,10 @@ def _sorted(symbols: Iterable[sympy.Basic]) -> list[sympy.Basic]:
 
 
 def find_fixed_dims(
-    run: Recorder, asked: DynamicDims, inputs: Sequence[TracedInput], steps: Sequence[int]
+    run: Recorder, asked: DynamicDims, inputs: Sequence[TracedInput], values: Sequence[int]
 ) -> tuple[FixedDim, ...]:
     """The dims of inputs that are no symbol of their own any more, though the trace began with one; in their order."""
-    by_step = {entry.step: entry for entry in inputs}
+    by_value = {entry.value: entry for entry in inputs}
     lines = {
         (nth, dim): _line(run, expr)
         for nth, sizes in enumerate(run.decisions.input_sizes)
@@ -128,7 +128,7 @@ def find_fixed_dims(
     }
     found = []
     for nth, dim in sorted({*lines, *asked.asked}):
-        entry, name, line = by_step[steps[nth]], asked.asked.get((nth, dim)), lines.get((nth, dim), "")
+        entry, name, line = by_value[values[nth]], asked.asked.get((nth, dim)), lines.get((nth, dim), "")
         assert entry.spec is not None
         size, wanted = entry.spec.shape[dim], (nth, dim) in asked.asked
         fixed = isinstance(size, int) and (wanted or line != "" or dim == 0)
@@ -182,7 +182,7 @@ def _told(entries: Sequence[FixedDim]) -> str:
 
 
 def find_conditions(
-    run: Recorder, symbols: Symbols, steps: Sequence[Step], span_ticks: Mapping[int, tuple[int, int]]
+    run: Recorder, symbols: Symbols, operations: Sequence[Operation], span_ticks: Mapping[int, tuple[int, int]]
 ) -> tuple[Condition, ...]:
     """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
     decided = [
@@ -193,10 +193,10 @@ def find_conditions(
         for span in spans.values()
     ]
     squeezed = [
-        Condition(sympy.Ne(dim, 1), step.source, step.tick)
-        for step in steps
-        if operator_name(step.target) == "aten::squeeze"
-        for dim in _squeezed_dims(steps, step)
+        Condition(sympy.Ne(dim, 1), op.source, op.tick)
+        for op in operations
+        if operator_name(op.target) == "aten::squeeze"
+        for dim in _squeezed_dims(operations, op)
     ]
     return (*decided, *squeezed)
 
@@ -209,11 +209,11 @@ def _condition_in_words(symbols: Symbols, expr: sympy.Basic, answer: Any) -> sym
     return None if renamed == sympy.true else renamed
 
 
-def _squeezed_dims(steps: Sequence[Step], step: Step) -> list[sympy.Basic]:
+def _squeezed_dims(operations: Sequence[Operation], op: Operation) -> list[sympy.Basic]:
     """The symbolic dims that a squeeze would drop at size 1, and the trace has kept."""
-    spec = steps[step.refs[0]].spec
+    spec = operations[op.refs[0]].spec
     shape = spec.shape if spec is not None else ()
-    if len(step.args) > 1:
-        dims = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
+    if len(op.args) > 1:
+        dims = op.args[1] if isinstance(op.args[1], list | tuple) else [op.args[1]]
         shape = tuple(shape[dim] for dim in dims)
     return [dim for dim in shape if isinstance(dim, sympy.Basic)]

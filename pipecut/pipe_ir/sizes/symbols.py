@@ -150,7 +150,7 @@ def _plain(expr: Any) -> Any:
 
 def sizes_of(dims: Mapping[sympy.Symbol, tuple[int, int]], tensors: Mapping[int, torch.Tensor]) -> dict[str, int]:
     """What the symbolic dims are in a call with these tensors."""
-    return {str(symbol): tensors[step].shape[dim] for symbol, (step, dim) in dims.items() if step in tensors}
+    return {str(symbol): tensors[value].shape[dim] for symbol, (value, dim) in dims.items() if value in tensors}
 
 
 def hints_of(symbolic: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:

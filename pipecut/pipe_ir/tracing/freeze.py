@@ -16,20 +16,20 @@ from ..marker import is_mark
 from ..sizes.equal import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
-from ..traced import HERE, ConstantRef, Context, Ref, Size, Span, Step, StepKind, TracedInput, TracedModel
+from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
 from .operators import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
 from .recorder import Recorder
 from .seen import OpenSpan, SeenNode, SeenTensor
 from .user_line import line_of
 
-# MERGED: The steps of a trace while it is read: each can still change, as long as operations in place are to come.
+# MERGED: The operations of a trace while it is read: each can still change, as long as operations in place are to come.
 
 
 @dataclass
 class _Draft:
     """A value while its last writer is not known yet."""
 
-    step: Step
+    operation: Operation
     requires_grad: bool
 
 
@@ -62,12 +62,12 @@ class _Drafts:
         self._drafts: list[_Draft] = []
         self._data_numbers: dict[Any, int] = {}
 
-    def finished(self) -> tuple[Step, ...]:
-        """The steps as they are in the end."""
-        return tuple(replace(draft.step, spec=_with_grad(draft)) for draft in self._drafts)
+    def finished(self) -> tuple[Operation, ...]:
+        """The operations as they are in the end."""
+        return tuple(replace(draft.operation, spec=_with_grad(draft)) for draft in self._drafts)
 
     def note(self, seen: SeenNode, tick: int) -> None:
-        """The next node: a size, a change of modes, or a step."""
+        """The next node: a size, a change of modes, or an operation."""
         if isinstance(seen.value, SYMBOLIC):
             number = self.symbols.number(seen.value)
             if number is not None:
@@ -90,7 +90,7 @@ class _Drafts:
         kwargs = {key: self._argument(item) for key, item in seen.kwargs.items()}
         refs = _refs((args, kwargs))
         requires_grad = self._carries_gradient(seen, kind, target, refs)
-        step = Step(
+        op = Operation(
             index=len(self._drafts),
             tick=tick,
             kind=kind,
@@ -106,26 +106,26 @@ class _Drafts:
             writes=_refs(written_arguments(target, args, kwargs)),
             constant=constant,
         )
-        self._drafts.append(_Draft(step, requires_grad))
-        self.index[seen.node] = step.index
+        self._drafts.append(_Draft(op, requires_grad))
+        self.index[seen.node] = op.index
         if isinstance(seen.value, SYMBOLIC):
-            self._data_numbers[seen.value.node.expr] = step.index
+            self._data_numbers[seen.value.node.expr] = op.index
         same = returned_argument(target, args, kwargs)
         if isinstance(same, Ref):
-            self._rewrite(seen.node, same.index, step, requires_grad)
+            self._rewrite(seen.node, same.index, op, requires_grad)
 
     def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
         if operator_name(target) in PASS_THROUGH and refs:
-            return self._drafts[refs[0]].step.storage
+            return self._drafts[refs[0]].operation.storage
         return _storage(seen.value)
 
-    def _rewrite(self, node: Node, index: int, writer: Step, requires_grad: bool) -> None:
+    def _rewrite(self, node: Node, index: int, writer: Operation, requires_grad: bool) -> None:
         """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""
         draft = self._drafts[index]
         self.index[node] = index
-        self._drafts[index] = _Draft(replace(draft.step, spec=writer.spec), requires_grad)
+        self._drafts[index] = _Draft(replace(draft.operation, spec=writer.spec), requires_grad)
 
-    def _kind(self, seen: SeenNode) -> tuple[StepKind, Any, Any]:
+    def _kind(self, seen: SeenNode) -> tuple[OperationKind, Any, Any]:
         if seen.node in self.state:
             return "state", self.state[seen.node][0], None
         if seen.op == "placeholder":
@@ -140,7 +140,7 @@ class _Drafts:
             return "constant", seen.target, constant
         return ("mark" if is_mark(seen.target) else "op"), seen.target, None
 
-    def _carries_gradient(self, seen: SeenNode, kind: StepKind, target: Any, refs: tuple[int, ...]) -> bool:
+    def _carries_gradient(self, seen: SeenNode, kind: OperationKind, target: Any, refs: tuple[int, ...]) -> bool:
         if kind == "state":
             return bool(self._model_tensor(seen.node).requires_grad)
         if kind == "input":
@@ -170,12 +170,12 @@ class _Drafts:
         return HERE if isinstance(value, torch.device) and value == self._device else value
 
     def _ref(self, index: int) -> Ref:
-        step = self._drafts[index].step
-        outside = step.kind == "constant" and isinstance(step.constant, torch.Tensor)
+        op = self._drafts[index].operation
+        outside = op.kind == "constant" and isinstance(op.constant, torch.Tensor)
         return ConstantRef(index) if outside else Ref(index)
 
     def leaf(self, leaf: Any) -> Any:
-        """What a value in the arguments or results of a call is in terms of steps."""
+        """What a value in the arguments or results of a call is in terms of operations."""
         if isinstance(leaf, SeenTensor):
             return self._ref(self.index[leaf.node])
         if isinstance(leaf, SYMBOLIC):
@@ -196,8 +196,8 @@ class _Drafts:
         index = len(self._drafts)
         spec = self.symbols.spec(tensor, tensor.requires_grad)
         name = f"constant_{index}"
-        step = Step(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
-        self._drafts.append(_Draft(step, tensor.requires_grad))
+        op = Operation(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
+        self._drafts.append(_Draft(op, tensor.requires_grad))
         return ConstantRef(index)
 
 
@@ -232,7 +232,7 @@ def _refs(value: Any) -> tuple[int, ...]:
 
 
 def _with_grad(draft: _Draft) -> Any:
-    spec = draft.step.spec
+    spec = draft.operation.spec
     return None if spec is None else replace(spec, requires_grad=draft.requires_grad)
 
 
@@ -270,16 +270,16 @@ class _Freezer:
         self._walk_timeline()
         root = self._span(self.root)
         output = self.run.output.converted(self.drafts.leaf)
-        steps, index = self.drafts.finished(), self.drafts.index
-        input_steps = [index[seen.node] for seen in self.run.inputs]
-        inputs = self._inputs(input_steps, steps)
+        operations, index = self.drafts.finished(), self.drafts.index
+        input_values = [index[seen.node] for seen in self.run.inputs]
+        inputs = self._inputs(input_values, operations)
         return TracedModel(
-            steps=steps,
+            operations=operations,
             root=root,
             inputs=inputs,
             signature=self.example.signature,
             output=output,
-            dims={symbol: (input_steps[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
+            dims={symbol: (input_values[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
             hints={
                 str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
             },
@@ -287,13 +287,13 @@ class _Freezer:
             device=self.device,
             model=self.model,
             training=self.training,
-            conditions=find_conditions(self.run, self.symbols, steps, self.span_ticks),
+            conditions=find_conditions(self.run, self.symbols, operations, self.span_ticks),
             reached_state=frozenset(index[node] for node in self.drafts.reached),
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
             forgotten=self.run.forgotten,
             named_dims=tuple(sorted(self.symbols.named)),
-            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_steps),
+            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_values),
             autocast=ambient_autocast(),
         )
 
@@ -340,12 +340,12 @@ class _Freezer:
             assigned_buffers={name: self.drafts.index[seen.node] for name, seen in span.assigned_buffers.items()},
         )
 
-    def _inputs(self, input_steps: list[int], steps: tuple[Step, ...]) -> tuple[TracedInput, ...]:
+    def _inputs(self, input_values: list[int], operations: tuple[Operation, ...]) -> tuple[TracedInput, ...]:
         order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
-        step_of = dict(zip(order, input_steps, strict=True))
+        value_of = dict(zip(order, input_values, strict=True))
         return tuple(
-            TracedInput(path, _identifier(path), step_of[nth], spec=steps[step_of[nth]].spec)
-            if nth in step_of
+            TracedInput(path, _identifier(path), value_of[nth], spec=operations[value_of[nth]].spec)
+            if nth in value_of
             else TracedInput(path, _identifier(path), None, value)
             for path, nth, value in self.example.named
         )

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from ...errors import PipeError
-from ...pipe_ir import HERE, Context, ModuleRef, Opaque, Ref, Size, Span, Step, Template
+from ...pipe_ir import HERE, Context, ModuleRef, Opaque, Operation, Ref, Size, Span, Template
 from ..modes import Modes, require_mode
 from ..program import (
     BufferUpdate,
@@ -22,7 +22,6 @@ from ..program import (
     FunctionCall,
     Item,
     Key,
-    Operation,
     Piece,
     WholeCall,
     defined_by,
@@ -197,18 +196,17 @@ class _Writer:
         self.lines = outer
 
     def operation(self, item: Operation, needed: set[Key]) -> None:
-        step = item.step
-        text = self._call_text(step)
-        self.lines.append(f"{self.names[step.index]} = {text}" if step.index in needed else text)
+        text = self._call_text(item)
+        self.lines.append(f"{self.names[item.index]} = {text}" if item.index in needed else text)
 
-    def _call_text(self, step: Step) -> str:
-        args, kwargs = self.emitter.modes.arguments_of(step)
+    def _call_text(self, op: Operation) -> str:
+        args, kwargs = self.emitter.modes.arguments_of(op)
         texts = [*map(self.write.value, args), *(f"{key}={self.write.value(value)}" for key, value in kwargs.items())]
-        if getattr(step.target, "__name__", "") == "getitem":
+        if getattr(op.target, "__name__", "") == "getitem":
             return f"{texts[0]}[{texts[1]}]"
-        call = f"{self.write.operator(step.target)}({', '.join(texts)})"
+        call = f"{self.write.operator(op.target)}({', '.join(texts)})"
         # The branches of higher-order operators return tuples, also of one tensor.
-        single = isinstance(step.target, torch._ops.HigherOrderOperator) and step.spec is not None
+        single = isinstance(op.target, torch._ops.HigherOrderOperator) and op.spec is not None
         return f"{call}[0]" if single else call
 
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:
@@ -229,8 +227,8 @@ class _Writer:
         leaves = iter(span.args.leaves)
         positional = [self.write.structured(child, leaves) for child in args.children]
         named = [
-            f"{step[2:-2]}={self.write.structured(child, leaves)}"
-            for step, child in zip(kwargs.steps, kwargs.children, strict=True)
+            f"{key[2:-2]}={self.write.structured(child, leaves)}"
+            for key, child in zip(kwargs.keys, kwargs.children, strict=True)
         ]
         return f"{callee}({', '.join(positional + named)})"
 

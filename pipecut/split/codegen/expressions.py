@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx.immutable_collections import immutable_list
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...pipe_ir import HERE, ModuleRef, Ref, Size, Step, Structure, Template, TracedModel
+from ...pipe_ir import HERE, ModuleRef, Operation, Ref, Size, Structure, Template, TracedModel
 from ..modes import Switch
 from ..program import Key
 from ..state import state_name
@@ -43,12 +43,12 @@ class Naming:
     def order(self, key: Key) -> tuple[int, int, str]:
         """Where a value comes among arguments: model inputs, other values, sizes."""
         if isinstance(key, int):
-            return (int(self.traced.steps[key].kind != "input"), key, "")
+            return (int(self.traced.operations[key].kind != "input"), key, "")
         return (2, 0, self.name(key))
 
     def is_state(self, key: Key) -> bool:
         """Whether a value is an attribute of some module, and not a variable."""
-        return isinstance(key, int) and self.traced.steps[key].kind in ("state", "constant")
+        return isinstance(key, int) and self.traced.operations[key].kind in ("state", "constant")
 
     def path_below(self, path: str, base: str) -> str:
         """The path of a module that lies below `base`, if it has one there."""
@@ -83,12 +83,12 @@ class Expressions:
         return "device" if value is HERE else self._plain(value)
 
     def reference(self, index: int) -> str:
-        """The expression for the value of a step."""
+        """The expression for the value of an operation."""
         if not self.naming.is_state(index):
             return self.naming.values[index]
-        step = self.naming.traced.steps[index]
-        if step.kind == "constant":
-            return self._constant(step)
+        op = self.naming.traced.operations[index]
+        if op.kind == "constant":
+            return self._constant(op)
         owner, _, attribute = state_name(self.naming.traced, index, self.base).rpartition(".")
         module = self.module(owner)
         return f"{module}.{attribute}" if is_plain_name(attribute) else f"getattr({module}, {attribute!r})"
@@ -113,7 +113,7 @@ class Expressions:
         return name
 
     def operator(self, target: Any) -> str:
-        """The expression for what a step calls."""
+        """The expression for what an operation calls."""
         if isinstance(target, torch._ops.OpOverload):
             return f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
         return self.shared(getattr(target, "__name__", "function"), target)
@@ -132,9 +132,9 @@ class Expressions:
             return literal(structure, children)
         return f"{self.shared(f'rebuild_{structure.kind}', structure.rebuild)}([{', '.join(children)}])"
 
-    def _constant(self, step: Step) -> str:
-        name = self.shared(step.name, step.constant)
-        if not isinstance(step.constant, torch.Tensor) or isinstance(step.constant, nn.Parameter):
+    def _constant(self, op: Operation) -> str:
+        name = self.shared(op.name, op.constant)
+        if not isinstance(op.constant, torch.Tensor) or isinstance(op.constant, nn.Parameter):
             return name  # a parameter of nobody's module stays where it is, as in the model
         # Not a buffer of the stage: to_empty() and half() would change it, as they do not in the model.
         return f"{name}.to(device)"
@@ -173,7 +173,7 @@ _LITERALS: dict[str, Callable[[Structure, list[str]], str]] = {
     "tuple": lambda structure, children: f"({''.join(f'{child}, ' for child in children)})",
     "list": lambda structure, children: f"[{', '.join(children)}]",
     "dict": lambda structure, children: (
-        "{" + ", ".join(f"{step[1:-1]}: {child}" for step, child in zip(structure.steps, children, strict=True)) + "}"
+        "{" + ", ".join(f"{key[1:-1]}: {child}" for key, child in zip(structure.keys, children, strict=True)) + "}"
     ),
 }
 
@@ -185,16 +185,16 @@ _RESERVED = {"self", "device", "checkpoint", "torch", "piece"}
 
 
 def name_values(traced: TracedModel) -> dict[int, str]:
-    """A name for the value of every step: inputs as the user calls them, module results by the module's path."""
-    wishes = {step.index: step.name for step in traced.steps}
+    """A name for the value of every operation: inputs as the user calls them, module results by the module's path."""
+    wishes = {op.index: op.name for op in traced.operations}
     for span in traced.spans("call"):
         made = [
             leaf.index
             for leaf in span.result.leaves
-            if isinstance(leaf, Ref) and traced.steps[leaf.index].tick >= span.begin
+            if isinstance(leaf, Ref) and traced.operations[leaf.index].tick >= span.begin
         ]
         for position, index in enumerate(made):
-            if span.path and span.begin < traced.steps[index].tick:
+            if span.path and span.begin < traced.operations[index].tick:
                 # Outer calls come first in the walk; the innermost module is the one that made the value.
                 wishes[index] = span.label if len(made) == 1 else f"{span.label}_{position}"
     return _unique(traced, wishes)
@@ -203,7 +203,7 @@ def name_values(traced: TracedModel) -> dict[int, str]:
 def _unique(traced: TracedModel, wishes: dict[int, str]) -> dict[int, str]:
     taken = {*_RESERVED, *map(str, traced.dims), *keyword.kwlist}
     names: dict[int, str] = {}
-    inputs_first = sorted(wishes, key=lambda index: traced.steps[index].kind != "input")
+    inputs_first = sorted(wishes, key=lambda index: traced.operations[index].kind != "input")
     for index in inputs_first:
         base = re.sub(r"\W+", "_", wishes[index])
         base = base if base.isidentifier() else f"_{base}"

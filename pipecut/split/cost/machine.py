@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 
 from ...errors import PipeError
-from ...pipe_ir import Step, operator_name
+from ...pipe_ir import Operation, operator_name
+from .operation import CostFinder, Weights, operation_flops
 from .saved import bytes_of
-from .step import CostFinder, Weights, step_flops
 
 _MATMUL_SIZE = 512
 _BANDWIDTH_BYTES = 2**26
@@ -153,7 +153,7 @@ def _no_wait() -> None:
     """The CPU is done when a call returns."""
 
 
-# MERGED: How long a step takes on a machine: its forward, and its backward for the inputs and for the weights apart.
+# MERGED: Times of an operation on a machine: forward, backward for the inputs, backward for the weights.
 
 
 # The backward of an elementwise operation reads the gradient and what was kept, and writes a gradient.
@@ -208,32 +208,32 @@ def mean_of(times: Sequence[Times]) -> Times:
     return sum(times, Times()).scaled(*[1 / len(times)] * 3)
 
 
-class StepTimes:
-    """The times of the steps of a trace at given sizes, by roofline: as long as the arithmetic or the memory takes."""
+class OperationTimes:
+    """Times of the operations of a trace at given sizes, by roofline: the longer of arithmetic and memory."""
 
     def __init__(self, finder: CostFinder, machine: Machine, sizes: Mapping[str, int]) -> None:
         self.finder, self.machine = finder, machine
         self.traced = finder.traced
         self._weigh = Weights(self.traced, sizes)
         self._repeated = {
-            step.index
+            op.index
             for span in self.traced.spans("checkpoint")
-            for step in self.traced.steps_within(span.begin, span.end)
+            for op in self.traced.operations_within(span.begin, span.end)
         }
 
-    def of(self, step: Step) -> Times:
-        """The times of one step."""
-        if step.kind != "op":
+    def of(self, op: Operation) -> Times:
+        """The times of one operation."""
+        if op.kind != "op":
             return Times()
-        flops = self._weigh.number(step_flops(self.traced, step))
-        moved = self._weigh.number(self.finder.bytes_moved(step))
-        dtype = self._dtype(step)
+        flops = self._weigh.number(operation_flops(self.traced, op))
+        moved = self._weigh.number(self.finder.bytes_moved(op))
+        dtype = self._dtype(op)
         forward = self.machine.time(flops, moved, dtype)
-        if not self.finder.saved.needs_gradient(step):
+        if not self.finder.saved.needs_gradient(op):
             return Times(forward)
-        values, weights = self._gradients(step)
-        again = forward if step.index in self._repeated else 0.0
-        name = operator_name(step.target)
+        values, weights = self._gradients(op)
+        again = forward if op.index in self._repeated else 0.0
+        name = operator_name(op.target)
         if flops:
             each = _ATTENTION_BACKWARD / 3 if name.endswith("attention") else 1.0
             backward = self.machine.time(flops * each, moved * each, dtype)
@@ -246,22 +246,22 @@ class StepTimes:
             return Times(forward, again + backward, self._accumulation(weights))
         return Times(forward, again, backward + self._accumulation(weights))
 
-    def _gradients(self, step: Step) -> tuple[list[int], list[int]]:
+    def _gradients(self, op: Operation) -> tuple[list[int], list[int]]:
         """The arguments that get a gradient: activations, and weights or what is made of them alone."""
-        needing = [index for index in dict.fromkeys(step.refs) if self.finder.saved.index_needs_gradient(index)]
-        if step.spec is not None and not needing:
-            needing = [index for index in step.refs if self.traced.steps[index].spec is None]
+        needing = [index for index in dict.fromkeys(op.refs) if self.finder.saved.index_needs_gradient(index)]
+        if op.spec is not None and not needing:
+            needing = [index for index in op.refs if self.traced.operations[index].spec is None]
         is_weight = self.finder.memory.is_weight
         return [each for each in needing if not is_weight[each]], [each for each in needing if is_weight[each]]
 
     def _accumulation(self, weights: list[int]) -> float:
-        size = sum(self._weigh.number(bytes_of(self.traced.steps[index])) for index in weights)
+        size = sum(self._weigh.number(bytes_of(self.traced.operations[index])) for index in weights)
         return ACCUMULATED * size / self.machine.memory_bandwidth
 
-    def _dtype(self, step: Step) -> torch.dtype:
-        spec = step.spec
+    def _dtype(self, op: Operation) -> torch.dtype:
+        spec = op.spec
         if spec is None:
-            spec = next((self.traced.steps[index].spec for index in step.refs), None)
-        if step.context.autocast and step.context.autocast[-1].enabled:
-            return step.context.autocast[-1].dtype
+            spec = next((self.traced.operations[index].spec for index in op.refs), None)
+        if op.context.autocast and op.context.autocast[-1].enabled:
+            return op.context.autocast[-1].dtype
         return torch.float32 if spec is None else spec.dtype

@@ -1,4 +1,4 @@
-"""What autograd keeps of a step until its backward: a table by operator, for those that are met most.
+"""What autograd keeps of an operation until its backward: a table by operator, for those that are met most.
 
 Operators are those above autograd (linear, softmax); many of them are made of others, whose savings are added up here.
 An operator that is not in the table is tried out.
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...pipe_ir import PASS_THROUGH, Dim, Ref, Step, TracedModel, operator_name
-from .trial import arguments_of, try_step
+from ...pipe_ir import PASS_THROUGH, Dim, Operation, Ref, TracedModel, operator_name
+from .trial import arguments_of, try_operation
 
 # MERGED: Which values of a trace lie in the same memory, and how much of it they hold on to.
 
 
-def bytes_of(step: Step) -> Dim:
-    """The bytes of the tensor that a step makes, as an expression of the symbolic dims."""
-    return 0 if step.spec is None else math.prod(step.spec.shape) * step.spec.dtype.itemsize
+def bytes_of(op: Operation) -> Dim:
+    """The bytes of the tensor that an operation makes, as an expression of the symbolic dims."""
+    return 0 if op.spec is None else math.prod(op.spec.shape) * op.spec.dtype.itemsize
 
 
 class MemoryMap:
-    """For each step the step that made its memory, and whether it holds nothing but parameters, buffers, constants.
+    """The operation that allocated the memory of each value; flags for values of weights and constants only.
 
     A view keeps all of the memory alive that it looks at, so that memory is counted by who made it.
     """
@@ -33,82 +33,83 @@ class MemoryMap:
         self.maker: list[int] = []
         self.is_weight: list[bool] = []
         latest: dict[int | None, int] = {}
-        for step in traced.steps:
-            maker = step.index if step.storage is None or _makes_new_memory(step) else latest.get(step.storage)
+        for op in traced.operations:
+            maker = op.index if op.storage is None or _makes_new_memory(op) else latest.get(op.storage)
             if maker is None:
-                maker = next((self.maker[ref] for ref in step.refs if traced.steps[ref].storage == step.storage), None)
-            maker = step.index if maker is None else maker
-            latest[step.storage] = maker
+                maker = next((self.maker[ref] for ref in op.refs if traced.operations[ref].storage == op.storage), None)
+            maker = op.index if maker is None else maker
+            latest[op.storage] = maker
             self.maker.append(maker)
-            self.is_weight.append(_is_weight(step, self.is_weight))
+            self.is_weight.append(_is_weight(op, self.is_weight))
 
-    def is_view(self, step: Step) -> bool:
-        """Whether a step only looks at memory that was there before."""
-        return step.kind == "op" and self.maker[step.index] != step.index and not step.writes
+    def is_view(self, op: Operation) -> bool:
+        """Whether an operation only looks at memory that was there before."""
+        return op.kind == "op" and self.maker[op.index] != op.index and not op.writes
 
     def is_activation(self, index: int) -> bool:
         """Whether a value takes memory in each microbatch: a parameter, a buffer or a view of one does not."""
         return (
-            self._traced.steps[self.maker[index]].kind in ("op", "input") and self._traced.steps[index].kind != "mark"
+            self._traced.operations[self.maker[index]].kind in ("op", "input")
+            and self._traced.operations[index].kind != "mark"
         )
 
     def held(self, index: int) -> Dim:
         """The bytes that a value keeps alive."""
-        return bytes_of(self._traced.steps[self.maker[index]])
+        return bytes_of(self._traced.operations[self.maker[index]])
 
 
-def _makes_new_memory(step: Step) -> bool:
+def _makes_new_memory(op: Operation) -> bool:
     """Whether an operation that may hand back its argument (dropout) has work to do here."""
-    if operator_name(step.target) not in PASS_THROUGH or len(step.args) < 3:
+    if operator_name(op.target) not in PASS_THROUGH or len(op.args) < 3:
         return False
-    return bool(step.args[2]) and step.args[1] != 0
+    return bool(op.args[2]) and op.args[1] != 0
 
 
-def _is_weight(step: Step, known: list[bool]) -> bool:
-    if step.kind != "op":
-        return step.kind in ("state", "constant")
-    return bool(step.refs) and all(known[index] for index in step.refs)
+def _is_weight(op: Operation, known: list[bool]) -> bool:
+    if op.kind != "op":
+        return op.kind in ("state", "constant")
+    return bool(op.refs) and all(known[index] for index in op.refs)
 
 
-# Memory that a step makes for itself has no value of the trace: its key is negative.
+# Memory that an operation makes for itself has no value of the trace: its key is negative.
 Key = int
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """Memory that is kept: `key` says which, as several steps may keep the same."""
+    """Memory that is kept: `key` says which, as several operations may keep the same."""
 
     key: Key
     bytes: Dim
 
 
 class SavedValues:
-    """Says of each step what it keeps for the backward. Parameters are there anyway, and are not among it."""
+    """Says of each operation what it keeps for the backward. Parameters are there anyway, and are not among it."""
 
     def __init__(self, traced: TracedModel, memory: MemoryMap) -> None:
         self.traced, self.memory = traced, memory
         self._inside = _kept_whole(traced)
 
-    def of(self, step: Step) -> tuple[_Saved, ...]:
-        """What a step keeps. Under a checkpoint these are the arguments of the checkpoint, kept by its first step."""
-        if step.kind != "op":
+    def of(self, op: Operation) -> tuple[_Saved, ...]:
+        """Values that an operation keeps; under a checkpoint its first operation keeps the checkpoint's arguments."""
+        if op.kind != "op":
             return ()
-        if step.index in self._inside:
-            return self._values(self._inside[step.index])
-        name = operator_name(step.target)
-        if not self.needs_gradient(step) or self.memory.is_view(step):
+        if op.index in self._inside:
+            return self._values(self._inside[op.index])
+        name = operator_name(op.target)
+        if not self.needs_gradient(op) or self.memory.is_view(op):
             return ()
-        return tuple({saved.key: saved for saved in _RULES.get(name, _as_tried)(self, step)}.values())
+        return tuple({saved.key: saved for saved in _RULES.get(name, _as_tried)(self, op)}.values())
 
-    def needs_gradient(self, step: Step) -> bool:
-        """Whether there is a backward of a step; one that returns several tensors is judged by its arguments."""
-        if step.spec is None:
-            return step.context.grad and any(map(self.index_needs_gradient, step.refs))
-        return step.spec.requires_grad
+    def needs_gradient(self, op: Operation) -> bool:
+        """Whether there is a backward of an operation; one that returns several tensors is judged by its arguments."""
+        if op.spec is None:
+            return op.context.grad and any(map(self.index_needs_gradient, op.refs))
+        return op.spec.requires_grad
 
     def index_needs_gradient(self, index: int) -> bool:
         """Whether a gradient flows back into a value."""
-        spec = self.traced.steps[index].spec
+        spec = self.traced.operations[index].spec
         return spec is not None and spec.requires_grad
 
     def value(self, ref: Any) -> Iterator[_Saved]:
@@ -116,95 +117,96 @@ class SavedValues:
         if isinstance(ref, Ref) and self.memory.is_activation(ref.index):
             yield _Saved(self.memory.maker[ref.index], self.memory.held(ref.index))
 
-    def own(self, step: Step, size: Dim) -> Iterator[_Saved]:
-        """Memory that a step makes besides its result."""
-        yield _Saved(-1 - step.index, size)
+    def own(self, op: Operation, size: Dim) -> Iterator[_Saved]:
+        """Memory that an operation makes besides its result."""
+        yield _Saved(-1 - op.index, size)
 
     def _values(self, indices: tuple[int, ...]) -> tuple[_Saved, ...]:
         found = {saved.key: saved for index in indices for saved in self.value(Ref(index))}
         return tuple(found.values())
 
 
-Rule = Callable[[SavedValues, Step], Iterator[_Saved]]
+Rule = Callable[[SavedValues, Operation], Iterator[_Saved]]
 
 
 def _kept_whole(traced: TracedModel) -> dict[int, tuple[int, ...]]:
-    """The steps of checkpoints and autograd functions; with the first one the values that the whole keeps."""
+    """The operations of checkpoints and autograd functions; with the first one the values that the whole keeps."""
     inside: dict[int, tuple[int, ...]] = {}
     for span in traced.spans():
         if span.kind == "call":
             continue
         kept = span.args.refs if span.kind == "checkpoint" else (*span.args.refs, *span.result.refs)
-        for step in traced.steps_within(span.begin, span.end):
-            if step.kind == "op" and step.index not in inside:
-                inside[step.index] = kept
+        for op in traced.operations_within(span.begin, span.end):
+            if op.kind == "op" and op.index not in inside:
+                inside[op.index] = kept
                 kept = ()
     return inside
 
 
-def _nothing(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _nothing(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     yield from ()
 
 
-def _output(saved: SavedValues, step: Step) -> Iterator[_Saved]:
-    yield from saved.value(Ref(step.index))
+def _output(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
+    yield from saved.value(Ref(op.index))
 
 
-def _first(saved: SavedValues, step: Step) -> Iterator[_Saved]:
-    yield from saved.value(step.args[0])
+def _first(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
+    yield from saved.value(op.args[0])
 
 
-def _as_tried(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _as_tried(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """What autograd is seen to keep of it; if it cannot be tried, its arguments through which a gradient flows."""
-    tried = try_step(saved.traced, step)
+    tried = try_operation(saved.traced, op)
     if tried is None or tried.kept is None:
-        for index in filter(saved.index_needs_gradient, step.refs):
+        for index in filter(saved.index_needs_gradient, op.refs):
             yield from saved.value(Ref(index))
         return
-    arguments = arguments_of(step)
+    arguments = arguments_of(op)
     for slot in tried.kept.arguments:
         yield from saved.value(Ref(arguments[slot]))
     if tried.kept.result:
-        yield from _output(saved, step)
+        yield from _output(saved, op)
     if tried.kept.others != 0:
-        yield from saved.own(step, tried.kept.others)
+        yield from saved.own(op, tried.kept.others)
 
 
-def _all_inputs(saved: SavedValues, step: Step) -> Iterator[_Saved]:
-    for index in step.refs:
+def _all_inputs(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
+    for index in op.refs:
         yield from saved.value(Ref(index))
 
 
-def _indices(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _indices(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """Arguments of whole numbers or truth values: which elements were taken."""
-    for index in step.refs:
-        spec = saved.traced.steps[index].spec
+    for index in op.refs:
+        spec = saved.traced.operations[index].spec
         if spec is not None and not spec.dtype.is_floating_point:
             yield from saved.value(Ref(index))
 
 
-def _product(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """Each factor, if a gradient flows into another one."""
-    factors = [ref for ref in step.args if isinstance(ref, Ref)]
-    factors += [ref for arg in step.args if isinstance(arg, list | tuple) for ref in arg if isinstance(ref, Ref)]
+    factors = [ref for ref in op.args if isinstance(ref, Ref)]
+    factors += [ref for arg in op.args if isinstance(arg, list | tuple) for ref in arg if isinstance(ref, Ref)]
     for place, factor in enumerate(factors):
         others = factors[:place] + factors[place + 1 :]
         if any(saved.index_needs_gradient(other.index) for other in others):
             yield from saved.value(factor)
 
 
-def _batched_product(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _batched_product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """As a product; batches that do not lie one after the other are copied first, and the copy is what is kept."""
-    pairs = ((step.args[0], step.args[1]), (step.args[1], step.args[0]))
+    pairs = ((op.args[0], op.args[1]), (op.args[1], op.args[0]))
     for place, (factor, other) in enumerate(pairs):
         if not isinstance(other, Ref) or not saved.index_needs_gradient(other.index):
             continue
-        spec = saved.traced.steps[factor.index].spec if isinstance(factor, Ref) else None
+        spec = saved.traced.operations[factor.index].spec if isinstance(factor, Ref) else None
         if spec is None or len(spec.shape) < 3 or _batches_in_order(spec.shape, spec.stride):
             yield from saved.value(factor)
         elif saved.memory.is_activation(factor.index):
             yield _Saved(
-                -2 * len(saved.traced.steps) - 2 * step.index - place, bytes_of(saved.traced.steps[factor.index])
+                -2 * len(saved.traced.operations) - 2 * op.index - place,
+                bytes_of(saved.traced.operations[factor.index]),
             )
 
 
@@ -214,54 +216,54 @@ def _batches_in_order(shape: tuple[Dim, ...], stride: tuple[Dim, ...]) -> bool:
     return all(shape[dim] == 1 or stride[dim] == stride[dim + 1] * shape[dim + 1] for dim in batch)
 
 
-def _linear(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _linear(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input, for the gradient of the weight; the weight is counted only where it is made in the forward."""
-    value, weight = step.args[:2]
+    value, weight = op.args[:2]
     if isinstance(weight, Ref) and saved.index_needs_gradient(weight.index):
         yield from saved.value(value)
     if isinstance(value, Ref) and saved.index_needs_gradient(value.index):
         yield from saved.value(weight)
 
 
-def _quotient(saved: SavedValues, step: Step) -> Iterator[_Saved]:
-    dividend, divisor = step.args[:2]
+def _quotient(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
+    dividend, divisor = op.args[:2]
     yield from saved.value(divisor)
     if isinstance(divisor, Ref) and saved.index_needs_gradient(divisor.index):
         yield from saved.value(dividend)
 
 
-def _power(saved: SavedValues, step: Step) -> Iterator[_Saved]:
-    yield from _first(saved, step)
-    exponent = step.args[1]
+def _power(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
+    yield from _first(saved, op)
+    exponent = op.args[1]
     if isinstance(exponent, Ref):
         yield from saved.value(exponent)
-        yield from _output(saved, step)
+        yield from _output(saved, op)
 
 
-def _dropout(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _dropout(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """What was dropped: a byte for each element, or a factor of its own type on the CPU."""
-    if _makes_new_memory(step):
-        size = bytes_of(step)
-        itemsize = step.spec.dtype.itemsize if step.spec is not None else 1
-        yield from saved.own(step, size if saved.traced.device.type == "cpu" else size / itemsize)
+    if _makes_new_memory(op):
+        size = bytes_of(op)
+        itemsize = op.spec.dtype.itemsize if op.spec is not None else 1
+        yield from saved.own(op, size if saved.traced.device.type == "cpu" else size / itemsize)
 
 
-def _normalised(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _normalised(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input; the mean and the deviation of a channel are small."""
-    yield from _first(saved, step)
+    yield from _first(saved, op)
 
 
-def _max_pool(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _max_pool(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input, and for each result from which place it is."""
-    yield from _first(saved, step)
-    yield from saved.own(step, bytes_of(step) / step.spec.dtype.itemsize * 8 if step.spec is not None else 0)
+    yield from _first(saved, op)
+    yield from saved.own(op, bytes_of(op) / op.spec.dtype.itemsize * 8 if op.spec is not None else 0)
 
 
-def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _cross_entropy(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The logarithms of all probabilities, and the target."""
-    logits = step.args[0]
-    yield from saved.own(step, bytes_of(saved.traced.steps[logits.index]))
-    for argument in step.args[1:3]:
+    logits = op.args[0]
+    yield from saved.own(op, bytes_of(saved.traced.operations[logits.index]))
+    for argument in op.args[1:3]:
         yield from saved.value(argument)
 
 
@@ -269,19 +271,19 @@ def _cross_entropy(saved: SavedValues, step: Step) -> Iterator[_Saved]:
 _GATES = {"aten::lstm": 19, "aten::gru": 7, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
 
 
-def _recurrent(saved: SavedValues, step: Step) -> Iterator[_Saved]:
+def _recurrent(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input, and for each position and layer the gates and states, on the CPU in many small tensors."""
-    yield from _first(saved, step)
-    place = next(place for place, arg in enumerate(step.args) if type(arg) is int)
-    layers, directions = step.args[place], 1 + bool(step.args[place + 3])
-    positions = saved.traced.steps[step.args[0].index].spec
-    weights = next((arg for arg in step.args[1:] if isinstance(arg, list | tuple) and len(arg) > 2), ())
-    hidden = saved.traced.steps[weights[1].index].spec if weights else None
+    yield from _first(saved, op)
+    place = next(place for place, arg in enumerate(op.args) if type(arg) is int)
+    layers, directions = op.args[place], 1 + bool(op.args[place + 3])
+    positions = saved.traced.operations[op.args[0].index].spec
+    weights = next((arg for arg in op.args[1:] if isinstance(arg, list | tuple) and len(arg) > 2), ())
+    hidden = saved.traced.operations[weights[1].index].spec if weights else None
     if positions is not None and hidden is not None:
         volume = positions.shape[0] * positions.shape[1] * hidden.shape[-1] * positions.dtype.itemsize
-        gates = _GATES[operator_name(step.target)] if saved.traced.device.type == "cpu" else 8
+        gates = _GATES[operator_name(op.target)] if saved.traced.device.type == "cpu" else 8
         # A layer's results, put together, are the input of the next one.
-        yield from saved.own(step, (gates * layers + layers - 1) * directions * volume)
+        yield from saved.own(op, (gates * layers + layers - 1) * directions * volume)
 
 
 def _of(rule: Rule, names: str) -> dict[str, Rule]:

@@ -26,9 +26,9 @@ from ...pipe_ir import (
     Autocast,
     Dim,
     Opaque,
+    Operation,
     Ref,
     Size,
-    Step,
     TensorSpec,
     TracedModel,
     ambient_autocast,
@@ -85,28 +85,28 @@ class Tried:
     kept: Kept | None
 
 
-def arguments_of(step: Step) -> tuple[int, ...]:
-    """The steps that made the tensors of a call, by slot."""
-    return tuple(dict.fromkeys(step.refs))
+def arguments_of(op: Operation) -> tuple[int, ...]:
+    """The operations that made the tensors of a call, by slot."""
+    return tuple(dict.fromkeys(op.refs))
 
 
-def try_step(traced: TracedModel, step: Step) -> Tried | None:
-    """What a step is made of and keeps; None if it cannot be tried: it writes, or is no operator of torch's own."""
-    call = _call_of(traced, step)
+def try_operation(traced: TracedModel, op: Operation) -> Tried | None:
+    """Run an operation on its own to see what it keeps; None for one that writes or is no operator of torch."""
+    call = _call_of(traced, op)
     return None if call is None else _tried(call)
 
 
-def _call_of(traced: TracedModel, step: Step) -> Call | None:
-    indices = arguments_of(step)
-    specs = [traced.steps[index].spec for index in indices]
+def _call_of(traced: TracedModel, op: Operation) -> Call | None:
+    indices = arguments_of(op)
+    specs = [traced.operations[index].spec for index in indices]
     known = [spec for spec in specs if spec is not None and len(spec.stride) == len(spec.shape)]
-    leaves = [*_leaves(step.args), *_leaves(tuple(step.kwargs.values()))]
+    leaves = [*_leaves(op.args), *_leaves(tuple(op.kwargs.values()))]
     sizes = [leaf.expr for leaf in leaves if isinstance(leaf, Size)]
     if (
-        not isinstance(step.target, torch._ops.OpOverload)
-        or step.target.namespace != "aten"
-        or step.writes
-        or step.context.vmap
+        not isinstance(op.target, torch._ops.OpOverload)
+        or op.target.namespace != "aten"
+        or op.writes
+        or op.context.vmap
         or len(known) < len(specs)
         or any(isinstance(leaf, Opaque) for leaf in leaves)
         or not all(isinstance(size, sympy.Expr) and size.is_integer for size in sizes)
@@ -122,15 +122,15 @@ def _call_of(traced: TracedModel, step: Step) -> Call | None:
 
     symbols = set().union(*(spec.symbols for spec in known), *(size.free_symbols for size in sizes))
     return Call(
-        step.target,
-        _mapped(plain, step.args),
-        tuple((name, _mapped(plain, value)) for name, value in step.kwargs.items()),
+        op.target,
+        _mapped(plain, op.args),
+        tuple((name, _mapped(plain, value)) for name, value in op.kwargs.items()),
         tuple(known),
         device,
         # A size of 1 would be taken for one that is always 1.
         tuple(sorted((str(symbol), max(2, traced.hints.get(str(symbol), 2))) for symbol in symbols)),
         # What blocks of one kind do to an operation is the same.
-        tuple(replace(block, number=0) for block in step.context.autocast),
+        tuple(replace(block, number=0) for block in op.context.autocast),
         ambient_autocast(),
     )
 

@@ -280,11 +280,11 @@ def _load_extra_state(stage: nn.Module, checkpoint: Checkpoint, values: Values) 
 
 
 def _check_constants(pipe: Pipe) -> None:
-    for step in pipe.traced.steps:
-        if step.kind == "constant" and isinstance(step.constant, Tensor) and not has_values(step.constant):
+    for op in pipe.traced.operations:
+        if op.kind == "constant" and isinstance(op.constant, Tensor) and not has_values(op.constant):
             raise PipeError(
-                f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({step.name}, "
-                f"of shape {list(step.constant.shape)}{', at ' + step.source if step.source else ''}): make it a "
+                f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({op.name}, "
+                f"of shape {list(op.constant.shape)}{', at ' + op.source if op.source else ''}): make it a "
                 "buffer, or make the model under pipecut.empty_weights()"
             )
 

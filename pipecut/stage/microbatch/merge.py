@@ -237,7 +237,7 @@ def _check(opened: Sequence[tuple[list[Any], Structure]], sizes: Sequence[int] |
 
 
 def _outline(structure: Structure) -> tuple[Any, ...]:
-    return structure.kind, structure.steps, tuple(map(_outline, structure.children))
+    return structure.kind, structure.keys, tuple(map(_outline, structure.children))
 
 
 def _words(structure: Structure) -> str:

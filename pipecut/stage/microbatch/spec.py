@@ -165,7 +165,7 @@ def _refuse_unknown(given: dict[Path, Spec | None], structure: Structure, called
 def _places(structure: Structure, above: Path) -> Iterator[Path]:
     """The keys to every value in a nested one, containers included."""
     yield above
-    for step, child in zip(_keys(structure.steps), structure.children, strict=True):
+    for step, child in zip(_keys(structure.keys), structure.children, strict=True):
         yield from _places(child, (*above, step))
 
 
@@ -210,7 +210,7 @@ def _inside(structure: Structure, parts: Sequence[Spec | str | None]) -> str | N
     if brackets is not None:
         comma = "," if structure.kind == "tuple" and len(parts) == 1 else ""
         return f"{brackets[0]}{', '.join(map(str, parts))}{comma}{brackets[1]}"
-    entries = zip(structure.steps, parts, strict=True)
+    entries = zip(structure.keys, parts, strict=True)
     return "{" + ", ".join(f"{_key(step)}: {part}" for step, part in entries if part is not None) + "}"
 
 

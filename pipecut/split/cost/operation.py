@@ -1,4 +1,4 @@
-"""What a traced step costs: floating-point operations as an expression of the symbolic dims.
+"""What a traced operation costs: floating-point operations as an expression of the symbolic dims.
 
 torch.utils.flop_counter counts while a model runs, on the operators below autograd; a trace holds the operators
 above it (linear, scaled_dot_product_attention), with symbolic sizes, and nothing runs. What has no formula here, and is
@@ -16,9 +16,9 @@ from typing import Any
 import sympy
 import torch
 
-from ...pipe_ir import Dim, Ref, Step, TensorSpec, TracedModel, operator_name
+from ...pipe_ir import Dim, Operation, Ref, TensorSpec, TracedModel, operator_name
 from .saved import MemoryMap, SavedValues, bytes_of
-from .trial import Shape, try_step
+from .trial import Shape, try_operation
 
 _Formula = Callable[[list[Any], Shape], Dim]
 
@@ -106,26 +106,26 @@ _FORMULAS: Mapping[str, _Formula] = {
 }
 
 
-def step_flops(traced: TracedModel, step: Step) -> Dim:
-    """The floating-point operations of a step's matrix products and convolutions; 0 for all other operations."""
-    if step.kind != "op":
+def operation_flops(traced: TracedModel, op: Operation) -> Dim:
+    """The floating-point operations of an operation's matrix products and convolutions; 0 for all other operations."""
+    if op.kind != "op":
         return 0
-    formula = _FORMULAS.get(operator_name(step.target))
+    formula = _FORMULAS.get(operator_name(op.target))
     if formula is None:
-        return _flops_of_parts(traced, step)
+        return _flops_of_parts(traced, op)
 
     def shapes(value: Any) -> Any:
         if isinstance(value, Ref):
-            spec = traced.steps[value.index].spec
+            spec = traced.operations[value.index].spec
             return spec.shape if spec is not None else ()
         return [shapes(item) for item in value] if isinstance(value, list | tuple) else value
 
-    out = step.spec.shape if step.spec is not None else ()
-    return formula([shapes(arg) for arg in step.args], out)
+    out = op.spec.shape if op.spec is not None else ()
+    return formula([shapes(arg) for arg in op.args], out)
 
 
-def _flops_of_parts(traced: TracedModel, step: Step) -> Dim:
-    tried = try_step(traced, step) if _may_hold_products(step.target) else None
+def _flops_of_parts(traced: TracedModel, op: Operation) -> Dim:
+    tried = try_operation(traced, op) if _may_hold_products(op.target) else None
     parts = () if tried is None else tried.parts
     return sum((_FORMULAS[part.name](list(part.args), part.out) for part in parts if part.name in _FORMULAS), 0)
 
@@ -143,11 +143,11 @@ def _may_hold_products(target: Any) -> bool:
 
 def flops_between(traced: TracedModel, begin: int, end: int) -> sympy.Expr:
     """The floating-point operations of the forward between two ticks."""
-    return sympy.Add(*(step_flops(traced, step) for step in traced.steps_within(begin, end)))
+    return sympy.Add(*(operation_flops(traced, op) for op in traced.operations_within(begin, end)))
 
 
 class Weights:
-    """What steps and tensors weigh at given sizes; sizes that depend on data count as one."""
+    """What operations and tensors weigh at given sizes; sizes that depend on data count as one."""
 
     def __init__(self, traced: TracedModel, sizes: Mapping[str, int]) -> None:
         self._traced = traced
@@ -167,47 +167,47 @@ class Weights:
         """The elements of a tensor."""
         return 0 if spec is None else math.prod(map(self.number, spec.shape))
 
-    def step(self, step: Step) -> int:
-        """How much a step counts when stages are balanced: its FLOPs, and the elements that it writes."""
-        if step.kind != "op":
+    def operation(self, op: Operation) -> int:
+        """How much an operation counts when stages are balanced: its FLOPs, and the elements that it writes."""
+        if op.kind != "op":
             return 0
-        return max(1, self.number(step_flops(self._traced, step)) + self.elements(step.spec))
+        return max(1, self.number(operation_flops(self._traced, op)) + self.elements(op.spec))
 
 
-# MERGED: StepCost: what a step, or a run of them, computes, moves and keeps, as expressions of the symbolic dims.
+# MERGED: OperationCost: FLOPs, bytes moved and bytes kept of one or more operations, in the symbolic dims.
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """The forward of a step: operations, bytes read and written, parameters used, activations kept for backward."""
+class OperationCost:
+    """Cost of a forward: FLOPs, bytes read and written, parameters used, activations kept for the backward."""
 
     flops: Dim = 0
     bytes_moved: Dim = 0
     parameter_bytes: Dim = 0
     saved_bytes: Dim = 0
 
-    def at(self, sizes: Mapping[str, int]) -> StepCost:
+    def at(self, sizes: Mapping[str, int]) -> OperationCost:
         """The same in numbers, for given sizes of the symbolic dims.
 
         >>> batch = sympy.Symbol("batch")
-        >>> StepCost(flops=2 * batch, bytes_moved=8).at({"batch": 5})
-        StepCost(flops=10, bytes_moved=8, parameter_bytes=0, saved_bytes=0)
+        >>> OperationCost(flops=2 * batch, bytes_moved=8).at({"batch": 5})
+        OperationCost(flops=10, bytes_moved=8, parameter_bytes=0, saved_bytes=0)
         """
         numbers = (
             _number(each, sizes) for each in (self.flops, self.bytes_moved, self.parameter_bytes, self.saved_bytes)
         )
-        return StepCost(*numbers)
+        return OperationCost(*numbers)
 
 
 class CostFinder:
-    """Finds the costs of the steps of one trace, and of runs of them.
+    """Finds the costs of the operations of one trace, and of runs of them.
 
     >>> import torch
     >>> from pipecut import pipeline
     >>> traced = pipeline(torch.nn.Sequential(torch.nn.Linear(8, 4)), (torch.ones(3, 8),)).traced
     >>> finder = CostFinder(traced)
-    >>> finder.run(traced.steps)
-    StepCost(flops=64*batch, bytes_moved=48*batch + 144, parameter_bytes=144, saved_bytes=32*batch)
+    >>> finder.run(traced.operations)
+    OperationCost(flops=64*batch, bytes_moved=48*batch + 144, parameter_bytes=144, saved_bytes=32*batch)
     """
 
     def __init__(self, traced: TracedModel) -> None:
@@ -217,31 +217,31 @@ class CostFinder:
         names = (name for name, _ in traced.model.named_parameters(remove_duplicate=False))
         self._places = {name: place for place, name in enumerate(names)}
 
-    def step(self, step: Step) -> StepCost:
-        """The cost of one step; 0 for one that does not compute."""
-        return self.run((step,))
+    def operation(self, op: Operation) -> OperationCost:
+        """The cost of one operation; 0 for one that does not compute."""
+        return self.run((op,))
 
-    def run(self, steps: Iterable[Step]) -> StepCost:
-        """The cost of steps that are in one stage: parameters and kept values of several steps count once."""
-        operations = [step for step in steps if step.kind == "op"]
-        kept = {saved.key: saved.bytes for step in operations for saved in self.saved.of(step)}
-        parameters = {index for step in operations for index in self.parameters(step)}
-        return StepCost(
-            flops=_sum(step_flops(self.traced, step) for step in operations),
+    def run(self, operations: Iterable[Operation]) -> OperationCost:
+        """The cost of operations that are in one stage: parameters and kept values of several operations count once."""
+        computed = [op for op in operations if op.kind == "op"]
+        kept = {saved.key: saved.bytes for op in computed for saved in self.saved.of(op)}
+        parameters = {index for op in computed for index in self.parameters(op)}
+        return OperationCost(
+            flops=_sum(operation_flops(self.traced, op) for op in computed),
             bytes_moved=_sum(map(self.bytes_moved, operations)),
-            parameter_bytes=_sum(bytes_of(self.traced.steps[index]) for index in parameters),
+            parameter_bytes=_sum(bytes_of(self.traced.operations[index]) for index in parameters),
             saved_bytes=_sum(kept.values()),
         )
 
-    def parameters(self, step: Step) -> tuple[int, ...]:
-        """The parameters that a step uses, buffers aside."""
-        return tuple(index for index in dict.fromkeys(step.refs) if self.is_parameter(index))
+    def parameters(self, op: Operation) -> tuple[int, ...]:
+        """The parameters that an operation uses, buffers aside."""
+        return tuple(index for index in dict.fromkeys(op.refs) if self.is_parameter(index))
 
-    def bytes_moved(self, step: Step) -> Dim:
-        """The bytes that a step reads and writes; a view moves none."""
-        if step.kind != "op" or self.memory.is_view(step):
+    def bytes_moved(self, op: Operation) -> Dim:
+        """The bytes that an operation reads and writes; a view moves none."""
+        if op.kind != "op" or self.memory.is_view(op):
             return 0
-        return _MOVED.get(operator_name(step.target), _everything)(self.traced, step)
+        return _MOVED.get(operator_name(op.target), _everything)(self.traced, op)
 
     def is_parameter(self, index: int) -> bool:
         """Whether a value is a parameter of the model, trained or frozen."""
@@ -249,26 +249,26 @@ class CostFinder:
 
     def place_of_parameter(self, index: int) -> int:
         """The number of a parameter in the order of the model's; what is none comes after all of them."""
-        names = self.traced.state_names.get(index, ()) if self.traced.steps[index].kind == "state" else ()
+        names = self.traced.state_names.get(index, ()) if self.traced.operations[index].kind == "state" else ()
         return min((self._places[name] for name in names if name in self._places), default=len(self._places))
 
 
-def _everything(traced: TracedModel, step: Step) -> Dim:
+def _everything(traced: TracedModel, op: Operation) -> Dim:
     """Each argument read once, the result written once."""
-    return _sum([bytes_of(step), *(bytes_of(traced.steps[index]) for index in dict.fromkeys(step.refs))])
+    return _sum([bytes_of(op), *(bytes_of(traced.operations[index]) for index in dict.fromkeys(op.refs))])
 
 
-def _taken(traced: TracedModel, step: Step) -> Dim:
+def _taken(traced: TracedModel, op: Operation) -> Dim:
     """What is taken from a table, not the table."""
-    return 2 * bytes_of(step) + _sum(bytes_of(traced.steps[index]) for index in dict.fromkeys(step.refs[1:]))
+    return 2 * bytes_of(op) + _sum(bytes_of(traced.operations[index]) for index in dict.fromkeys(op.refs[1:]))
 
 
-def _two_reads(traced: TracedModel, step: Step) -> Dim:
+def _two_reads(traced: TracedModel, op: Operation) -> Dim:
     """The argument is read a second time, once its sums are known."""
-    return _everything(traced, step) + _sum(bytes_of(traced.steps[index]) for index in step.refs[:1])
+    return _everything(traced, op) + _sum(bytes_of(traced.operations[index]) for index in op.refs[:1])
 
 
-_MOVED: Mapping[str, Callable[[TracedModel, Step], Dim]] = {
+_MOVED: Mapping[str, Callable[[TracedModel, Operation], Dim]] = {
     **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _taken),
     **dict.fromkeys(
         (
