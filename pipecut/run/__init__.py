@@ -1,5 +1,8 @@
 """The running half of schedules: one executor, over transports between ranks or inside one process."""
 
+from .handshake import differences as differences
+from .handshake import digest as digest
+from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand
 from .inputs import cut_traced as cut_traced
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti

@@ -15,7 +15,7 @@ from ..schedule import Op, Plan
 from ..stage import PipelineStage, refuse_ranks_of_pipeline
 from ..stage.peer_attributes import is_initialized
 from .failure import BEGIN, Alarm, describe
-from .handshake import Agreement, Meeting
+from .handshake import Exchange, Handshake
 from .transport.base import Transport
 from .transport.distributed import DistributedTransport
 from .transport.in_process import InProcessTransport, PostOffice
@@ -167,11 +167,11 @@ class Connection:
         else:
             self.transports.append(_in_group(DistributedTransport(group, device), plan))
             self.alarm = Alarm(group, device, copies)
-            pipeline = Agreement(group, timeout)
+            pipeline = Exchange(group, timeout, Handshake.late)
             self._number = pipeline.number
             for stage in stages:
                 refuse_ranks_of_pipeline(stage.replica, stage.stage_index, stage.group)
-        self.meeting = Meeting(pipeline, [Agreement(group, timeout) for group in copies])
+        self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
         self._check_placement(stages, plan)
 
     def _check_placement(self, stages: Sequence[PipelineStage], plan: Plan) -> None:

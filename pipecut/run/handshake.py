@@ -1,4 +1,9 @@
-"""The ranks of a pipeline, and those that hold copies of its stages, meet once before the first step."""
+"""Exchange of facts between ranks, and the handshake of a schedule before its first step.
+
+Ranks that are about to do different things would wait for each other for ever. So they first tell each other, through
+the store of their process group, what they have: each fact is a name and a short text. A difference is an error that
+names the fact and the ranks. Long facts are compared by their `digest`.
+"""
 
 from __future__ import annotations
 
@@ -6,127 +11,146 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from ..errors import DisagreementError, InputError
-from ..pipe_ir import PipeInfo
+from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
 from ..stage import PipelineStage
-from .ties import Stages, Tie, fingerprint, shape_of
+from .ties import Stages, Tie, shape_of
 
-# MERGED: Before the first step the ranks compare what they are about to do: a difference is an error, not a hang.
-
-
-def _facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:
-    """What has to be the same on all ranks, in words where they are short."""
-    facts = {
-        "schedule": plan.name,
-        "ranks": str(plan.ranks),
-        "stages": str(plan.stages),
-        "microbatches": str(plan.microbatches),
-        "placement of stages": str(list(plan.placement.rank_of)),
-        "actions of the plan": _digest(plan.actions),
-        "kind of stages": "cut by hand" if info is None else "traced",
-    }
-    if info is not None:
-        facts["model"] = info.call.model_name
-        facts |= {
-            f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges
-        }
-    facts |= {f"holders of the tied parameter {tie.title}": _holders(tie) for tie in ties}
-    return facts | {name: str(value) for name, value in options.items()}
+_CHUNK = 1 << 20  # bytes of a tensor that are summed at a time
+_TIMEOUT = timedelta(minutes=30)
 
 
-def _holders(tie: Tie) -> str:
-    return ", ".join(f"{tie.names[stage][0]} of stage {stage}" for stage in tie.stages)
+class Exchange:
+    """One exchange of facts between all ranks of a process group.
 
+    Every rank makes its exchanges of a group in the same order: they are numbered by it. `late` says what to check
+    if a rank does not take part.
+    """
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+    _made: dict[str, int] = {}  # by the name of the group
 
-
-class Agreement:
-    """Exchanges facts through the store of a process group, under a name that the ranks count in the same way."""
-
-    _made: dict[str, int] = {}
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = _TIMEOUT, late: str = "") -> None:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # torch.distributed is initialised
         self.store = world.get_group_store()
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
+        self.late = late or "did not take part in an exchange of facts within {seconds:g} s"
         name = world.group_name
         self.number = self._made[name] = self._made.get(name, 0) + 1
 
-    def reach(self, facts: Mapping[str, str], held: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Give this rank's facts, and compare those of all. `held` are those that only some ranks have: returns all."""
-        self.store.set(self._key(self.rank), json.dumps([dict(facts), dict(held or {})]))
-        told = {rank: self._facts(rank) for rank in range(self.ranks)}
-        everywhere = {rank: facts for rank, (facts, _) in told.items()}
-        differences = _differences(everywhere, "nothing") + _differences(
-            {rank: held for rank, (_, held) in told.items()}, None
-        )
-        if differences:
-            raise DisagreementError(
-                "the ranks are not about to do the same thing:\n"
-                + "\n".join(differences)
-                + "\nMake the pipe and the schedule in the same way on every rank."
-            )
-        return {name: value for _, held in told.values() for name, value in held.items()}
+    def run(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
+        """Give this rank's facts, and return those of every rank, in the order of the ranks."""
+        self.store.set(self._key(self.rank), json.dumps(dict(facts)))
+        return [self._facts(rank) for rank in range(self.ranks)]
 
-    def _facts(self, rank: int) -> tuple[dict[str, str], dict[str, str]]:
+    def _facts(self, rank: int) -> dict[str, str]:
         try:
             self.store.wait([self._key(rank)], self.timeout)
         except (RuntimeError, OSError) as error:
-            raise DisagreementError(
-                f"rank {rank} did not come to its first step within {self.timeout.total_seconds():g} s. Does every "
-                "rank make the same schedules, in the same order, and call step() or eval()?"
-            ) from error
-        facts, held = json.loads(self.store.get(self._key(rank)))
-        return facts, held
+            late = self.late.format(seconds=self.timeout.total_seconds())
+            raise DisagreementError(f"rank {rank} {late}") from error
+        facts: dict[str, str] = json.loads(self.store.get(self._key(rank)))
+        return facts
 
     def _key(self, rank: int) -> str:
-        return f"pipecut/agreement/{self.number}/{rank}"
+        return f"pipecut/exchange/{self.number}/{rank}"
 
 
-def _differences(known: Mapping[int, Mapping[str, str]], absent: str | None) -> list[str]:
-    """Facts that are not the same on all ranks; a rank that does not know one has `absent`, or is left out."""
-    found = []
-    for name in dict.fromkeys(name for facts in known.values() for name in facts):
-        values = {rank: facts.get(name, absent) for rank, facts in known.items()}
-        given = {rank: value for rank, value in values.items() if value is not None}
-        if len(set(given.values())) > 1:
-            found.append(f"  {name}: {_told(given)}")
-    return found
+def exchange(
+    facts: Mapping[str, str], group: dist.ProcessGroup | None, timeout: timedelta = _TIMEOUT
+) -> list[dict[str, str]]:
+    """Return the facts of every rank of a group, in the order of the ranks. All of its ranks have to call this."""
+    return Exchange(group, timeout).run(facts)
 
 
-def _told(values: Mapping[int, str]) -> str:
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    return "; ".join(
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for value, ranks in by_value.items()
+def differences(facts: Sequence[Mapping[str, str]], absent: str | None = "nothing") -> list[str]:
+    """Return a line for each fact that is not the same on all ranks.
+
+    A rank without a fact counts as one that has `absent`; with None it is left out of the comparison.
+
+    >>> differences([{"model": "GPT", "ranks": "2"}, {"model": "BERT", "ranks": "2"}, {"model": "GPT", "ranks": "2"}])
+    ['model: GPT on ranks 0, 2; BERT on rank 1']
+    """
+    lines = []
+    for name in dict.fromkeys(name for known in facts for name in known):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, known in enumerate(facts):
+            value = known.get(name, absent)
+            if value is not None:
+                ranks_of.setdefault(value, []).append(rank)
+        if len(ranks_of) > 1:
+            texts = [
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_of.items()
+            ]
+            lines.append(f"{name}: {'; '.join(texts)}")
+    return lines
+
+
+def digest(value: Any) -> str:
+    """Return a short text that is the same for equal values, on any rank.
+
+    In nested values, tensors count by dtype, shape and bits, numbers and strings by their value, and other objects by
+    their type. Tensors without memory of their own here (on the meta device, or a subclass) count by dtype and shape.
+
+    >>> digest([torch.ones(2), "a"]) == digest([torch.ones(2), "a"]), digest(torch.ones(2)) == digest(torch.zeros(2))
+    (True, False)
+    """
+    leaves, structure = flatten(value)
+    parts = [str(structure), *map(_leaf_text, leaves)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{shape_of(leaf)} {_bits(leaf)}"
+    plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
+    return repr(leaf) if plain else type(leaf).__name__
+
+
+def _bits(tensor: Tensor) -> str:
+    """Return a weighted sum of the bytes of a tensor, computed where the tensor is."""
+    if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
+        return "not compared"
+    numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, numbers.numel(), _CHUNK):
+        part = numbers[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(1, part.numel() + 1, device=part.device) % 65521
+        total = (total * 31 + int((part * weights).sum())) % (1 << 61)
+    return f"{total:x}"
+
+
+# ---------------------------------------------------------------------------------------------- before the first step
+
+_SEED = "seed the model, or load a checkpoint, alike on all ranks"
+_SOME_RANKS = "some ranks: "  # begins the name of a fact that not all ranks have
+
+
+class Handshake:
+    """The comparison of facts before the first step: within the pipeline, and with each group of copies."""
+
+    late = (
+        "did not come to its first step within {seconds:g} s. Does every rank make the same schedules, in the same "
+        "order, and call step() or eval()?"
     )
 
-
-_REMEDY = "seed the model, or load a checkpoint, alike on all ranks"
-
-
-class Meeting:
-    """What is still to be agreed on: within the pipeline, if it is on many ranks, and with each group of copies."""
-
-    def __init__(self, pipeline: Agreement | None, copies: Iterable[Agreement]) -> None:
+    def __init__(self, pipeline: Exchange | None, copies: Iterable[Exchange]) -> None:
         self._pipeline = pipeline
         self._copies = list(copies)
-        self._is_over = False
-        self.held: dict[str, str] = {}  # what some ranks have told all
+        self.is_done = False
+        self.reported: dict[str, str] = {}  # the facts that only some ranks have
 
-    def hold(
+    def run(
         self,
         plan: Plan,
         info: PipeInfo | None,
@@ -135,40 +159,76 @@ class Meeting:
         options: Mapping[str, object],
         own: Mapping[str, str],
     ) -> None:
-        """Compare what the ranks are about to do; nothing, once they have agreed. Not all ranks have `own` facts."""
-        if self._is_over:
-            return
+        """Compare what the ranks are about to do. Facts in `own` are those that not every rank has."""
         held = {stage.stage_index: stage for stage in stages}
-        self.held = dict(own)
         facts = _facts_of(plan, info, ties, {**options, "version of torch": torch.__version__})
+        self.reported = dict(own)
         if self._pipeline is not None:
-            self.held = self._pipeline.reach(facts, {**own, **_facts_of_ties(ties, held)})
+            self.reported = _compare(self._pipeline, facts, {**own, **_facts_of_ties(ties, held)})
             self._pipeline = None
         _refuse_other_values(ties, held)
         same_stages = {"stages of a rank and its copies": str([stage.stage_index for stage in stages])}
         while self._copies:
-            self._copies.pop(0).reach({**facts, **own, **same_stages})
-        self._is_over = True
+            _compare(self._copies.pop(0), {**facts, **own, **same_stages}, {})
+        self.is_done = True
+
+
+def _compare(way: Exchange, facts: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Raise if facts differ between ranks; return those that only some ranks have."""
+    every = way.run({**facts, **{_SOME_RANKS + name: value for name, value in own.items()}})
+    partial = [
+        {name.removeprefix(_SOME_RANKS): known.pop(name) for name in list(known) if name.startswith(_SOME_RANKS)}
+        for known in every
+    ]
+    lines = differences(every) + differences(partial, absent=None)
+    if lines:
+        raise DisagreementError(
+            "the ranks are not about to do the same thing:\n"
+            + "".join(f"  {line}\n" for line in lines)
+            + "Make the pipe and the schedule in the same way on every rank."
+        )
+    return {name: value for known in partial for name, value in known.items()}
+
+
+def _facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: Mapping[str, object]) -> dict[str, str]:
+    """Return what has to be the same on all ranks."""
+    facts = {
+        "schedule": plan.name,
+        "ranks": str(plan.ranks),
+        "stages": str(plan.stages),
+        "microbatches": str(plan.microbatches),
+        "placement of stages": str(list(plan.placement.rank_of)),
+        "actions of the plan": digest(str(plan.actions)),
+        "kind of stages": "cut by hand" if info is None else "traced",
+    }
+    if info is not None:
+        facts["model"] = info.call.model_name
+        facts |= {
+            f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges
+        }
+    for tie in ties:
+        holders = ", ".join(f"{tie.names[stage][0]} of stage {stage}" for stage in tie.stages)
+        facts[f"holders of the tied parameter {tie.title}"] = holders
+    return facts | {name: str(value) for name, value in options.items()}
 
 
 def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:
-    """So that holders of one parameter begin with the same values."""
+    """Return the values of tied parameters: all holders have to begin with the same ones."""
     facts = {}
     for tie in ties:
         for _, parameter in tie.held(stages)[:1]:
             facts[f"tied parameter {tie.title}"] = shape_of(parameter)
-            facts[f"values of the tied parameter {tie.title} ({_REMEDY})"] = fingerprint(parameter)
+            facts[f"values of the tied parameter {tie.title} ({_SEED})"] = _bits(parameter)
     return facts
 
 
 def _refuse_other_values(ties: Sequence[Tie], stages: Stages) -> None:
-    """The same for holders that are here, if they are more than one object."""
+    """Raise if holders of a tied parameter in this process are different objects with different values."""
     for tie in ties:
         held = tie.held(stages)
-        first, one = held[0] if held else (0, None)
         for stage, other in held[1:]:
-            assert one is not None  # the first of those that are held
-            if other is not one and fingerprint(other) != fingerprint(one):
+            first, one = held[0]
+            if other is not one and _bits(other) != _bits(one):
                 raise InputError(
                     f"the tied parameter {tie.title} has other values in stage {stage} than in stage {first}: let both "
                     "hold the same nn.Parameter, or copy its values before the first step"

@@ -227,10 +227,8 @@ class PipelineSchedule(PeerSurface):
     def _run(self, given: Given) -> Any:
         self._use_what_was_set()
         try:
-            weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
-            options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
-            own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
-            self._connection.meeting.hold(self.plan, self.info, self.ties, self.stages, options, own)
+            if not self._connection.handshake.is_done:
+                self._shake_hands()
             self._check_given(given)
             for stage in self.stages:
                 stage.refuse_new_wrappers()
@@ -241,7 +239,11 @@ class PipelineSchedule(PeerSurface):
         runner.tracing = self.tracing
         self._last_runner = runner
         trains = given.training
-        if trains and self._weighing is None and self._open_steps.is_next(self.plan, self._connection.meeting.held):
+        if (
+            trains
+            and self._weighing is None
+            and self._open_steps.is_next(self.plan, self._connection.handshake.reported)
+        ):
             trains = self._open_steps.run(runner, batches, self._last_rank)
         else:
             runner.run(batches)
@@ -263,6 +265,13 @@ class PipelineSchedule(PeerSurface):
             return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
         except Exception as error:
             raise self._connection.failed(error, END) from error
+
+    def _shake_hands(self) -> None:
+        """Compare with the other ranks what is about to be run."""
+        weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
+        options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
+        own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
+        self._connection.handshake.run(self.plan, self.info, self.ties, self.stages, options, own)
 
     def _check_given(self, given: Given) -> None:
         """Refuse what a step cannot be called with."""

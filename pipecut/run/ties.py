@@ -17,7 +17,6 @@ from .transport.base import Meta, Transport
 
 Stages = Mapping[int, PipelineStage]
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,6 @@ def _listed(stages: Sequence[int]) -> str:
 def shape_of(parameter: Tensor) -> str:
     """The shape and dtype in words."""
     return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
-
-
-def fingerprint(parameter: Tensor) -> str:
-    """A number that tells whether two holders have the same values."""
-    if parameter.device.type == "meta" or type(parameter) not in (Tensor, nn.Parameter):
-        return "not compared"
-    numbers = parameter.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, numbers.numel(), _CHUNK):
-        part = numbers[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(1, part.numel() + 1, device=part.device) % 65521
-        total = (total * 31 + int((part * weights).sum())) % (1 << 61)
-    return f"{total:x}"
 
 
 # MERGED: The sum of the gradients of a parameter that several stages hold.
