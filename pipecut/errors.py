@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -146,13 +145,3 @@ class StepMetadataError(StepError, StageMetadataError):
 
 class PipeWarning(UserWarning):
     """Something works, but not in the way its author may expect."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest known names, or nothing.
-
-    >>> did_you_mean("layer.3", ["layers.3", "head"])
-    " Did you mean 'layers.3'?"
-    """
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

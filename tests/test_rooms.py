@@ -16,10 +16,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "pipecut"
 # may import anything, and no room may import it. The longest name wins: schedule/run is a room of its own.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
-    "pipe_ir": ("errors",),
-    "split": ("pipe_ir", "errors"),
-    "stage": ("pipe_ir", "errors"),
-    "schedule": ("errors",),
+    "text": ("errors",),
+    "pipe_ir": ("errors", "text"),
+    "split": ("pipe_ir", "errors", "text"),
+    "stage": ("pipe_ir", "errors", "text"),
+    "schedule": ("errors", "text"),
     "schedule.run": ("stage", "pipe_ir", "schedule", "errors"),
 }
 TOP = "top"

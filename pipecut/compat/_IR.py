@@ -18,6 +18,7 @@ from ..pipe_ir.marker import pipe_split
 from ..pipe_ir.structure import flatten
 from ..split import SplitPoint, SplitPolicy
 from ..stage.replaced_attributes import ReplacedAttributes
+from ..text import listed
 from . import _backward, _unflatten
 from . import stage as _stage
 from .pipe_info import PipeInfo as PipeInfo
@@ -90,8 +91,8 @@ class Pipe(OwnPipe, ReplacedAttributes):
         odd = sorted(known ^ set(state_dict))
         if strict and odd:
             raise InputError(
-                f"the state dict and the model differ in {', '.join(odd[:5])}"
-                f"{f' and {len(odd) - 5} more' if len(odd) > 5 else ''}: give the model's own names, or strict=False"
+                f"the state dict and the model differ in {listed(odd, at_most=5)}: give the model's own names, or "
+                "strict=False"
             )
         for stage in self.stages:
             stage.load_state_dict(

@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..errors import LaunchError
+from ..text import numbered
 from .rank import INTERRUPTED, SHOW_STACK, Failure, Meeting, Report
 
 _PATIENCE = 5.0  # seconds for the rank with the fault to report it, once others have lost their connection to it
@@ -95,7 +96,7 @@ class Watch:
         late = [rank for rank in range(len(self.processes)) if rank not in self._reports]
         stacks = self._stacks(late)
         stop(self.processes)
-        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        who = numbered("rank", late)
         lines = [
             f"{self.name} had not returned on {who} after {self.timeout:g} s, and all ranks were stopped. They were in:"
         ]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ExampleError, InputError
+from ..text import dtype_name
 from .sizes.dynamic import NOTHING_ASKED, DynamicDims, Place, read_dynamic
 from .sizes.faults import size_faults
 from .structure import Atom, Structure, flatten, unflatten
@@ -211,7 +212,7 @@ def ambient_autocast() -> str:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     on = [device for device in devices if torch.is_autocast_enabled(device)]
-    return ", ".join(f"{str(torch.get_autocast_dtype(device)).removeprefix('torch.')} on {device}" for device in on)
+    return ", ".join(f"{dtype_name(torch.get_autocast_dtype(device))} on {device}" for device in on)
 
 
 # MERGED: Examples with sizes of 1, enlarged for a trace.

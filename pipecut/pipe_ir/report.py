@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..text import counted, format_bytes, listed
 from .spec import TensorSpec
 from .traced import Condition, FixedDim, TracedInput, TracedModel
 from .tracing.run import has_forward_hooks
@@ -53,7 +54,7 @@ def recomputed(pipe: Pipe) -> list[str]:
         by_stage.setdefault(value.stage, []).append(value)
     return [
         f"stage {stage}: {', '.join(value.name for value in values)} "
-        f"(would be {_bytes_text(sum(_example_bytes(value.spec, pipe.traced.hints) for value in values))})"
+        f"(would be {format_bytes(sum(_example_bytes(value.spec, pipe.traced.hints) for value in values))})"
         for stage, values in by_stage.items()
     ]
 
@@ -62,15 +63,6 @@ def _example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     """The size of a tensor in the example."""
     bound = spec.bind(sizes)
     return math.prod(map(int, bound.shape)) * spec.dtype.itemsize
-
-
-def _bytes_text(count: int) -> str:
-    """A number of bytes, with three digits.
-
-    >>> _bytes_text(80), _bytes_text(4_200), _bytes_text(1_340_000_000)
-    ('80 B', '4.2 kB', '1.34 GB')
-    """
-    return _with_unit(count, "B")
 
 
 def readable(pipe: Pipe) -> str:
@@ -83,7 +75,7 @@ def readable(pipe: Pipe) -> str:
 
 
 def _stage_table(pipe: Pipe) -> str:
-    title = f"{type(pipe.traced.model).__name__} in {pipe.num_stages} stage{'s' if pipe.num_stages > 1 else ''}"
+    title = f"{type(pipe.traced.model).__name__} in {counted(pipe.num_stages, 'stage')}"
     table = Table(title=title, title_justify="left")
     table.add_column("stage", justify="right")
     table.add_column("modules")
@@ -112,7 +104,7 @@ def _stage_table(pipe: Pipe) -> str:
 
 def _edge(edge: Edge) -> str:
     distance = edge.target - edge.source
-    skip = f" (skips {distance - 1} stage{'s' if distance > 2 else ''})" if distance > 1 else ""
+    skip = f" (skips {counted(distance - 1, 'stage')})" if distance > 1 else ""
     return f"{edge.kind} {edge.name}: stage {edge.source} -> {edge.target}{skip}  {edge.spec}"
 
 
@@ -199,7 +191,7 @@ class Explanation:
 
 def explain(pipe: Pipe) -> Explanation:
     """All sections that have something to say."""
-    title = f"{_name(pipe.traced)} in {pipe.num_stages} stage{'s' if pipe.num_stages > 1 else ''}"
+    title = f"{_name(pipe.traced)} in {counted(pipe.num_stages, 'stage')}"
     sections = (_Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
     return Explanation(title, tuple(section for section in sections if section.lines))
 
@@ -285,22 +277,21 @@ def _edges(pipe: Pipe) -> Iterator[str]:
     for edge in pipe.edges:
         routes.setdefault((edge.source, edge.target), []).append(edge)
     for (source, target), edges in sorted(routes.items()):
-        yield f"stage {source} -> {target}{_skips(target - source)}: {_listed(edges)}, {_total(pipe, edges)}"
+        yield (
+            f"stage {source} -> {target}{_skips(target - source)}: {listed(edge.name for edge in edges)}, "
+            f"{_total(pipe, edges)}"
+        )
     late = {edge.name for edge in pipe.edges if edge.kind == "root input"}
     if late:
         yield f"model inputs that later stages use, sent by stage 0: {', '.join(sorted(late))}"
 
 
 def _skips(distance: int) -> str:
-    return f" (skips {distance - 1} stage{'s' if distance > 2 else ''})" if distance > 1 else ""
-
-
-def _listed(edges: Iterable[Edge]) -> str:
-    return ", ".join(edge.name for edge in edges)
+    return f" (skips {counted(distance - 1, 'stage')})" if distance > 1 else ""
 
 
 def _total(pipe: Pipe, edges: Iterable[Edge]) -> str:
-    return _bytes_text(sum(_example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
+    return format_bytes(sum(_example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
 
 
 def _recomputed(pipe: Pipe) -> Iterator[str]:
@@ -319,7 +310,8 @@ def _only_returned(pipe: Pipe) -> Iterator[str]:
         verb = ("come", "are") if len(edges) > 1 else ("comes", "is")
         yield (
             f"the model's output has {number} of {_total(pipe, edges)} that {verb[0]} from earlier stages and "
-            f"{verb[1]} sent to the last only to be returned: {_listed(edges)}. If nobody needs them, call the model "
+            f"{verb[1]} sent to the last only to be returned: {listed(edge.name for edge in edges)}. If nobody needs "
+            "them, call the model "
             "so that it does not return them"
         )
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from ..errors import SpecError
+from ..text import dtype_name, shape_text
 
 Dim: TypeAlias = sympy.Expr | int
 _Sizes = Mapping[str, int]
@@ -100,7 +101,8 @@ class TensorSpec:
         faults = []
         if len(self.shape) != len(other.shape):
             faults.append(
-                f"has {len(self.shape)} dims here {_dims(self.shape)} and {len(other.shape)} there {_dims(other.shape)}"
+                f"has {len(self.shape)} dims here {shape_text(self.shape)} and {len(other.shape)} there "
+                f"{shape_text(other.shape)}"
             )
         else:
             faults += [
@@ -109,27 +111,19 @@ class TensorSpec:
                 if mine != theirs
             ]
         if self.dtype != other.dtype:
-            faults.append(f"dtype is {_dtype(self.dtype)} here and {_dtype(other.dtype)} there")
+            faults.append(f"dtype is {dtype_name(self.dtype)} here and {dtype_name(other.dtype)} there")
         if self.shape == other.shape and self.stride != other.stride:
-            faults.append(f"strides are {_dims(self.stride)} here and {_dims(other.stride)} there")
+            faults.append(f"strides are {shape_text(self.stride)} here and {shape_text(other.stride)} there")
         if self.requires_grad != other.requires_grad:
             words = ("needs a gradient", "not") if self.requires_grad else ("needs no gradient", "one")
             faults.append(f"{words[0]} here and {words[1]} there")
         return faults
 
     def __str__(self) -> str:
-        return f"{_dtype(self.dtype)}{_dims(self.shape)}{' grad' if self.requires_grad else ''}"
+        return f"{dtype_name(self.dtype)}{shape_text(self.shape)}{' grad' if self.requires_grad else ''}"
 
 
 def _concrete(dim: Dim, sizes: _Sizes) -> int:
     if isinstance(dim, int):
         return dim
     return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols if str(symbol) in sizes}))
-
-
-def _dims(dims: tuple[Dim, ...]) -> str:
-    return f"[{', '.join(map(str, dims))}]"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import PipeError, PlanError, TooLittleMemoryError
 from ..schedule import Costs, Link, Plan, Report, simulate
 from ..split import BalancedCut, Machine, StageCost, balance_of, balanced_cut
-from ..text import as_bytes, enough_bytes
+from ..text import format_bytes, format_bytes_rounded_up
 from .choices import Choice, in_flight
 from .costs import Stages, bounds_of, pending_bytes, simulate_tied, split_times, tied_like
 from .measure import StageTimes
@@ -136,7 +136,7 @@ def _fits(needs: Sequence[float], limits: Sequence[float]) -> bool:
 
 def _needed(needs: Sequence[float], limits: Sequence[float]) -> str:
     rank = max(range(len(needs)), key=lambda rank: needs[rank] / limits[rank])
-    return f"{enough_bytes(needs[rank])} on rank {rank}"
+    return f"{format_bytes_rounded_up(needs[rank])} on rank {rank}"
 
 
 def _costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
@@ -171,12 +171,12 @@ def nothing_fits(problems: Sequence[PipeError], limits: Sequence[float] | None, 
     helps = f"Use {', or '.join(remedies)}."
     if len(set(limits)) == 1:
         return PlanError(
-            f"Nothing fits memory={as_bytes(limits[0])} on each rank: the least that would do is about "
-            f"{enough_bytes(max(needs))}. {helps}"
+            f"Nothing fits memory={format_bytes(limits[0])} on each rank: the least that would do is about "
+            f"{format_bytes_rounded_up(max(needs))}. {helps}"
         )
-    given = ", ".join(map(as_bytes, limits))
+    given = ", ".join(map(format_bytes, limits))
     short = [
-        f"rank {rank} has {as_bytes(limit)}, and needs about {enough_bytes(need)} at the least"
+        f"rank {rank} has {format_bytes(limit)}, and needs about {format_bytes_rounded_up(need)} at the least"
         for rank, (need, limit) in enumerate(zip(needs, limits, strict=True))
         if need > limit
     ]

@@ -23,7 +23,7 @@ from ..split import (
     same_cuts,
     warn_of_a_giant,
 )
-from ..text import Memory, read_memory
+from ..text import Memory, parse_memory
 from .measure import example_values, measure_stages
 
 # A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
@@ -233,7 +233,7 @@ class Balancing:
 
     def limits(self, num_stages: int) -> list[float] | None:
         """The bytes of each rank."""
-        return read_memory(self.memory_limit, num_stages, "memory_limit")
+        return parse_memory(self.memory_limit, num_stages, "memory_limit")
 
 
 class AutomaticCuts:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..schedule import lower_bound, problem_for
-from ..split import as_bytes
+from ..text import format_bytes
 from .choices import Choice
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def plan_table(plan: TrainingPlan) -> str:
         soft_wrap=True,
     )
     for rank, size in enumerate(plan.memory):
-        console.print(f"  rank {rank} needs at most {as_bytes(size)}", highlight=False)
+        console.print(f"  rank {rank} needs at most {format_bytes(size)}", highlight=False)
     for stage, label in enumerate(plan.cuts, 1):
         console.print(
             f"  stage {stage} begins at {label}, on rank {scheduled.placement.rank_of[stage]}", highlight=False
@@ -81,7 +81,7 @@ def _alternatives(plan: TrainingPlan) -> Table:
             *_words(each.choice),
             "-" if each.step_time is None else f"{1000 * each.step_time:.4g}",
             "-" if each.bubble is None else f"{each.bubble:.1%}",
-            "-" if each.memory is None else as_bytes(max(each.memory)),
+            "-" if each.memory is None else format_bytes(max(each.memory)),
             each.reason,
         )
     if len(plan.alternatives) > _MOST_ROWS:

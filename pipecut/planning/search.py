@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..split import Machine, changed_state
-from ..text import Memory, read_memory
+from ..text import Memory, dtype_name, parse_memory
 from .candidate import remedies_of
 from .choices import Choice, all_choices, check_request, known_schedules, microbatch_counts
 from .costs import Pricing
@@ -162,7 +162,7 @@ def _leaf(value: Any) -> str:
     """Values of tensors may differ; what the trace fixes may not."""
     if isinstance(value, Tensor):
         gradient = " with a gradient" if value.requires_grad else ""
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{gradient}"
+        return f"{tuple(value.shape)} {dtype_name(value.dtype)}{gradient}"
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
@@ -221,7 +221,7 @@ def plan(
         _check_mode()
         if cost == "measured":
             _check_measurable(ranks, group)
-        names, limits = known_schedules(schedules), read_memory(memory, ranks)
+        names, limits = known_schedules(schedules), parse_memory(memory, ranks)
         source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
         tell("tracing the model")
         traced = ModelTracer("auto", *source).trace()

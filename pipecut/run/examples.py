@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InputError, StageMetadataError
 from ..pipe_ir import flatten
 from ..stage import PipelineStage, open_value, placing_of
+from ..text import listed
 from .state import parameters_of
 from .transport.base import Meta
 
@@ -25,7 +26,7 @@ def check_arrived(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
     if [_without(meta, 0) for meta in expected] != [_without(meta, 0) for meta in got]:
         source = stage.stage_index - 1
         raise StageMetadataError(
-            f"stage {stage.stage_index} was made for input_args {_listed(expected)}, and gets {_listed(got)} from "
+            f"stage {stage.stage_index} was made for input_args {listed(expected)}, and gets {listed(got)} from "
             f"stage {source}: check what stage {source} returns"
         )
 
@@ -47,8 +48,8 @@ def check_given(
     pairs = zip(wanted, got, strict=False)
     if len(wanted) != len(got) or any(_without(meta, dim) != _without(mine, dim) for meta, (mine, dim) in pairs):
         raise InputError(
-            f"stage 0 was made for input_args {_listed(expected)}, the number of samples aside, and the inputs of "
-            f"step() are {_listed([meta for meta, _ in got]) or 'no tensors'} in a microbatch: pass inputs like the "
+            f"stage 0 was made for input_args {listed(expected)}, the number of samples aside, and the inputs of "
+            f"step() are {listed([meta for meta, _ in got]) or 'no tensors'} in a microbatch: pass inputs like the "
             "example, make the stage with an example of these, or leave out input_args"
         )
 
@@ -78,7 +79,3 @@ def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
     if dim is None:
         return shape, meta.dtype, placing
     return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing
-
-
-def _listed(metas: Sequence[Meta]) -> str:
-    return ", ".join(map(str, metas))

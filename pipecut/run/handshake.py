@@ -21,7 +21,8 @@ from ..errors import DisagreementError, InputError
 from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
 from ..stage import PipelineStage
-from .ties import Stages, Tie, shape_of
+from ..text import numbered, tensor_text
+from .ties import Stages, Tie
 
 _CHUNK = 1 << 20  # bytes of a tensor that are summed at a time
 _TIMEOUT = timedelta(minutes=30)
@@ -88,10 +89,7 @@ def differences(facts: Sequence[Mapping[str, str]], absent: str | None = "nothin
             if value is not None:
                 ranks_of.setdefault(value, []).append(rank)
         if len(ranks_of) > 1:
-            texts = [
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-                for value, ranks in ranks_of.items()
-            ]
+            texts = [f"{value} on {numbered('rank', ranks)}" for value, ranks in ranks_of.items()]
             lines.append(f"{name}: {'; '.join(texts)}")
     return lines
 
@@ -112,7 +110,7 @@ def digest(value: Any) -> str:
 
 def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{shape_of(leaf)} {_bits(leaf)}"
+        return f"{tensor_text(leaf)} {_bits(leaf)}"
     plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
     return repr(leaf) if plain else type(leaf).__name__
 
@@ -217,7 +215,7 @@ def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:
     facts = {}
     for tie in ties:
         for _, parameter in tie.held(stages)[:1]:
-            facts[f"tied parameter {tie.title}"] = shape_of(parameter)
+            facts[f"tied parameter {tie.title}"] = tensor_text(parameter)
             facts[f"values of the tied parameter {tie.title} ({_SEED})"] = _bits(parameter)
     return facts
 

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 from ..schedule import Dataflow
 from ..stage import Generators, PipelineStage, RandomStream, stream_of_microbatch, stream_of_stage
+from ..text import did_you_mean
 from .transport.base import Meta
 
 

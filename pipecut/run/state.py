@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 from ..stage import PipelineStage
+from ..text import did_you_mean
 
 
 @dataclass

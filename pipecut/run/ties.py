@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, PipeError, did_you_mean
+from ..errors import InputError, PipeError
 from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow, Placement
 from ..stage import PipelineStage
+from ..text import did_you_mean, numbered, tensor_text
 from .transport.base import Meta, Transport
 
 Stages = Mapping[int, PipelineStage]
@@ -62,19 +63,11 @@ def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int
     frozen, trained = sorted(frozen), sorted(trained)
     if frozen and trained:
         raise PipeError(
-            f"the tied parameter {tie.title} is frozen in {_listed(frozen)} and trained in {_listed(trained)}, and the "
+            f"the tied parameter {tie.title} is frozen in {numbered('stage', frozen)} and trained in "
+            f"{numbered('stage', trained)}, and the "
             "holders of one parameter have to stay the same: call requires_grad_() on it in all of these stages, with "
             "True or with False"
         )
-
-
-def _listed(stages: Sequence[int]) -> str:
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-
-
-def shape_of(parameter: Tensor) -> str:
-    """The shape and dtype in words."""
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
 
 
 # MERGED: The sum of the gradients of a parameter that several stages hold.
@@ -316,7 +309,7 @@ def _refuse_unknown(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> 
 
 
 def _refuse_shapes(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
-    shapes = {stage: shape_of(parameter) for stage, parameter in tie.held(here)}
+    shapes = {stage: tensor_text(parameter) for stage, parameter in tie.held(here)}
     if len(set(shapes.values())) > 1:
         told = ", ".join(f"{tie.names[stage][0]} of stage {stage} is {shape}" for stage, shape in shapes.items())
         raise InputError(f"{where} cannot be one parameter: {told}")

@@ -6,7 +6,8 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from ..errors import PlanError, UnknownOpError, did_you_mean
+from ..errors import PlanError, UnknownOpError
+from ..text import did_you_mean
 
 
 class Op(str, Enum):

@@ -12,6 +12,7 @@ from os.path import isdir
 from pathlib import Path
 
 from ..errors import MissingFileError, PlanError
+from ..text import plural
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
 from .placement import Placement, first_missing, positive
 from .rules import Dataflow
@@ -224,9 +225,9 @@ def _refuse_left_out(what: str, numbers: Collection[int]) -> None:
     missing = first_missing(numbers)
     if not numbers or missing < len(numbers):
         there = f"has {what} {max(numbers)}, but nothing of" if numbers else "computes nothing of"
-        more = "es" if what.endswith("ch") else "s"
         raise PlanError(
-            f"The plan {there} {what} {missing}: add its actions, or number the {what}{more} 0, 1, 2... without gaps."
+            f"The plan {there} {what} {missing}: add its actions, or number the {plural(what, 2)} 0, 1, 2... without "
+            "gaps."
         )
 
 

@@ -24,7 +24,6 @@ from .balance.least_memory import leanest_cuts as leanest_cuts
 from .balance.problem import Array as Array
 from .balance.solve import Blocks as Blocks
 from .balance.solve import Ranks as Ranks
-from .balance.solve import as_bytes as as_bytes
 from .balance.solve import balance_of as balance_of
 from .build import generated_paths as generated_paths
 from .build import hooks_to_trace as hooks_to_trace

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import PipeWarning, SplitError, did_you_mean
+from ..errors import PipeWarning, SplitError
 from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
+from ..text import did_you_mean, plural
 from .cost.operation import Weights
 
 # MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap,
@@ -162,7 +163,7 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
     if calls:
         return (
             f"split_spec names call #{number} of {path!r}, which is called {calls} "
-            f"time{'s' if calls > 1 else ''} (#0 to #{calls - 1})"
+            f"{plural('time', calls)} (#0 to #{calls - 1})"
         )
     called = (
         "a container is never called itself: name one of its members"

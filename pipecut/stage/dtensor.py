@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StageMetadataError
+from ..text import dtype_name, shape_text
 from .microbatch.tensors import is_distributed
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def text_of(tensor: Tensor) -> str:
 
 def described(shape: tuple[int, ...], dtype: torch.dtype, on_mesh: OnMesh | None) -> str:
     """The same of what is known of one."""
-    plain = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    plain = f"{dtype_name(dtype)}{shape_text(shape)}"
     return plain if on_mesh is None else f"{plain} as {on_mesh}"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
+from ..text import listed
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
 from .examples import Examples
@@ -259,7 +260,7 @@ class PipelineStage(OneChunkCalls):
         expected = [_sample_of(example) for example in self.output_args]
         got = [_sample_of(output) for output in outputs]
         if got != expected:
-            declared, made = ", ".join(map(text_of, self.output_args)), ", ".join(map(text_of, outputs))
+            declared, made = listed(map(text_of, self.output_args)), listed(map(text_of, outputs))
             raise StageMetadataError(
                 f"stage {self.stage_index} was made for output_args {declared}, samples aside, and returned {made}: "
                 "check output_args, or what the module returns"

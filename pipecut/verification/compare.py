@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..pipe_ir import flatten
+from ..text import counted, tensor_text
 from .report import EXTRA, MISSING, Difference, What
 
 # MERGED: How much a number may differ from the same number computed in another order.
@@ -111,7 +112,7 @@ def compare_tensors(
 ) -> Difference:
     """The largest difference of an element, measured by the largest element, or by `magnitude` if that is more."""
     if cut.shape != uncut.shape or cut.dtype != uncut.dtype:
-        return Difference(what, name, stage=stage, fault=f"is {_spec(cut)}, and {_spec(uncut)} uncut")
+        return Difference(what, name, stage=stage, fault=f"is {tensor_text(cut)}, and {tensor_text(uncut)} uncut")
     ours, theirs = plain(cut).to(uncut.device), plain(uncut)
     if not ours.is_floating_point():
         differing = int((ours != theirs).sum())
@@ -147,9 +148,5 @@ def largest(tensor: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def _words(kind: str, leaves: int) -> str:
-    return f"a {kind} of {leaves} value{'s' if leaves != 1 else ''}"
+    return f"a {kind} of {counted(leaves, 'value')}"

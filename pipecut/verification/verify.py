@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import InputError
 from ..pipe_ir import Pipe, flatten
 from ..schedule import Plan
+from ..text import listed
 from .compare import tolerance_for
 from .evidence import agreed, conclusions, evidence_of, gathered
 from .report import Verification, by_badness
@@ -59,7 +60,8 @@ def _reasons_to_differ(case: _Circumstances) -> Iterator[str]:
     normalising = [name for name, part in case.model.named_modules() if isinstance(part, _BatchNorm) and part.training]
     if normalising and count > 1:
         yield (
-            f"{_listed(normalising)} normalise by the batch, and have {count} microbatches instead of it: call eval() "
+            f"{listed(map(repr, normalising), _SHOWN)} normalise by the batch, and have {count} microbatches instead "
+            "of it: call eval() "
             "on the model and on the stages, or pass n_microbatches=1"
         )
 
@@ -77,17 +79,10 @@ def _left_out(case: _Circumstances) -> Iterator[str]:
     if case.uncut.loss is None:
         yield "without a loss_fn the backward pass is not compared"
     if case.uncut.updated and case.subject.plan.microbatches > 1:
-        yield f"buffers that are updated once a microbatch are not compared: {_listed(case.uncut.updated)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few names.
-
-    >>> _listed(["a", "b", "c", "d", "e"])
-    "'a', 'b', 'c' and 2 more"
-    """
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+        yield (
+            "buffers that are updated once a microbatch are not compared: "
+            f"{listed(map(repr, case.uncut.updated), _SHOWN)}"
+        )
 
 
 def verify(

@@ -17,7 +17,7 @@ from pipecut import InputError, PipeError, PlanError, TrainingPlan
 from pipecut.planning.choices import in_flight, microbatch_counts
 from pipecut.schedule import plan_for, simulate
 from pipecut.split.cost.machine import Machine
-from pipecut.text import read_memory
+from pipecut.text import parse_memory
 
 MACHINE = Machine(matmul_flops={torch.float32: 1e9}, memory_bandwidth=1e9, overhead=0.0)
 
@@ -243,9 +243,9 @@ def test_measured_costs() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("24GB", 24e9), ("1 MiB", 2.0**20), ("7", 7.0), (8, 8.0)])
 def test_sizes_of_memory(text: Any, size: float) -> None:
-    assert read_memory(text, 2) == [size, size]
-    assert read_memory([text, 1], 2) == [size, 1.0]
-    assert read_memory(None, 2) is None
+    assert parse_memory(text, 2) == [size, size]
+    assert parse_memory([text, 1], 2) == [size, 1.0]
+    assert parse_memory(None, 2) is None
 
 
 def test_a_memory_for_each_rank() -> None:

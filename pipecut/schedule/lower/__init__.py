@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...errors import PlanError, did_you_mean
+from ...errors import PlanError
+from ...text import did_you_mean
 from ..action import Op
 from ..plan import Plan
 from ..walk import collector_paused

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
+from ...text import numbered
 from ..action import COMPUTE, TRANSFERS, Action, Op
 from ..timeline import Span
 from .palette import LETTER, ORDER, is_neutral, look
@@ -135,12 +136,11 @@ def tracks(row: Sequence[Span]) -> _Tracks:
 def described(span: Span, unit: str) -> str:
     """All that is known of a span, on one line."""
     leaves = span.action.leaves
-    stages = " and ".join(str(leaf.stage) for leaf in leaves)
-    facts = [f"stage{'s' if len(leaves) > 1 else ''} {stages}"]
+    facts = [numbered("stage", [leaf.stage for leaf in leaves], " and ")]
     numbers = [str(leaf.microbatch) for leaf in leaves if leaf.microbatch is not None]
     if numbers:
-        what = "tie" if span.action.op is Op.REDUCE_TIES else "microbatches" if len(numbers) > 1 else "microbatch"
-        facts.append(f"{what} {' and '.join(numbers)}")
+        what = "tie" if span.action.op is Op.REDUCE_TIES else "microbatch"
+        facts.append(numbered(what, numbers, " and "))
     facts.append(f"rank {span.rank}")
     facts.append(f"start {number(span.start)}, end {with_unit(span.end, unit)}")
     return f"{span.action!r}: {', '.join(facts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import PlanError
+from ...text import counted
 from ..plan import Plan, marked_grid
 from ..walk import collector_paused
 from .deadlock import deadlock_faults
@@ -29,7 +30,7 @@ def validate(plan: Plan) -> None:
     faults = find_faults(plan)
     if not faults:
         return
-    lines = [f"The plan '{plan.name}' cannot run: {len(faults)} fault{'s' if len(faults) > 1 else ''}."]
+    lines = [f"The plan '{plan.name}' cannot run: {counted(len(faults), 'fault')}."]
     lines += [f"  {fault}" for fault in faults[:SHOWN]]
     if len(faults) > SHOWN:
         lines.append(f"  ... and {len(faults) - SHOWN} more, all in the error's `faults`.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import SplitError, TooLittleMemoryError
-from ...text import as_bytes, enough_bytes
+from ...text import format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
 from .least_memory import Leanest, leanest_cuts
 from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, alone
@@ -68,7 +68,7 @@ def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Ar
     return [np.array([0]), *active]
 
 
-__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "as_bytes", "balance", "balance_of"]
+__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance", "balance_of"]
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
 def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: Leanest) -> TooLittleMemoryError:
     """Say the least memory that would do."""
     if len(set(ranks.memory)) == 1:
-        given, needed = as_bytes(ranks.memory[0]), enough_bytes(max(leanest.memory))
+        given, needed = format_bytes(ranks.memory[0]), format_bytes_rounded_up(max(leanest.memory))
     else:
-        given = f"[{', '.join(map(as_bytes, ranks.memory))}]"
+        given = f"[{', '.join(map(format_bytes, ranks.memory))}]"
         needed = f"{_rounded_up(leanest.share):g} times that on every limited rank"
     bounds = [0, *leanest.cuts, blocks.count]
     sizes = {
@@ -217,7 +217,7 @@ def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: Leanest) -> TooLittleMem
     word = "the least that would do is" if leanest.certain else "a cut is known that needs"
     text = (
         f"no cut into {ranks.stages} stages fits memory_limit={given}: {word} {needed}. "
-        f"The block that needs most is {blocks.name(heaviest)}, with {as_bytes(sizes[heaviest])}. "
+        f"The block that needs most is {blocks.name(heaviest)}, with {format_bytes(sizes[heaviest])}. "
         "Use more stages, smaller microbatches, or checkpoint activations"
     )
     return TooLittleMemoryError(text, leanest.memory)

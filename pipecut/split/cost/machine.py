@@ -13,6 +13,7 @@ import torch
 
 from ...errors import PipeError
 from ...pipe_ir import Operation, operator_name
+from ...text import dtype_name
 from .operation import CostFinder, Weights, operation_flops
 from .saved import bytes_of
 
@@ -82,10 +83,7 @@ class Machine:
         return self.link_latency + size / self.link_bandwidth
 
     def __str__(self) -> str:
-        rates = ", ".join(
-            f"{str(dtype).removeprefix('torch.')} {rate / 1e9:,.0f} GFLOP/s"
-            for dtype, rate in self.matmul_flops.items()
-        )
+        rates = ", ".join(f"{dtype_name(dtype)} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in self.matmul_flops.items())
         return (
             f"matrix products {rates}; memory {self.memory_bandwidth / 1e9:,.1f} GB/s; "
             f"{self.overhead * 1e6:.1f} us an operation; link {self.link_bandwidth / 1e9:,.1f} GB/s, "

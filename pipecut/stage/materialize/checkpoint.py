@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...errors import CheckpointError
+from ...text import dtype_name, shape_text
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{short_name(self.dtype)}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{shape_text(self.shape)}"
 
 
 class Checkpoint(Protocol):
@@ -78,15 +79,6 @@ class InMemory:
 
     def load_object(self, name: str) -> Any:
         return self.values[name]
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """As users write it, without `torch.`.
-
-    >>> short_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 # MERGED: Files of torch.save.

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, did_you_mean
-from .checkpoint import Checkpoint, Entry, InMemory, open_torch_file, short_name
+from ...errors import CheckpointError
+from ...text import did_you_mean, dtype_name, lines_of, listed
+from .checkpoint import Checkpoint, Entry, InMemory, open_torch_file
 from .safetensors_format import SafetensorsFile
 from .tensors import StageTensor, has_values, named_tensors
 
@@ -61,21 +62,16 @@ def check_names(
     faults = []
     if missing:
         lines = [f"{name}.{did_you_mean(name, unexpected or checkpoint.names)}" for name in missing]
-        faults.append(f"it does not have, and this stage needs:{_lines(lines)}")
+        faults.append(f"it does not have, and this stage needs:{lines_of(lines, _SHOWN)}")
     if unexpected:
         lines = [f"{name}.{did_you_mean(name, missing or expected)}" for name in unexpected]
-        faults.append(f"it has, and the model does not:{_lines(lines)}")
+        faults.append(f"it has, and the model does not:{lines_of(lines, _SHOWN)}")
     if faults:
         raise CheckpointError(
             f"{checkpoint.where} does not fit the model.\n" + "\n".join(faults) + "\nPass rename=, a function from the "
             "model's names to those of the checkpoint, if they only differ; or strict=False, to read what fits and "
             "leave the rest to init=, or to the values that the model has"
         )
-
-
-def _lines(names: Sequence[str]) -> str:
-    more = f"\n  and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return "".join(f"\n  {name}" for name in names[:_SHOWN]) + more
 
 
 def check_forms(checkpoint: Checkpoint, wanted: _Wanted, dtype: torch.dtype | None) -> None:
@@ -89,12 +85,12 @@ def check_forms(checkpoint: Checkpoint, wanted: _Wanted, dtype: torch.dtype | No
             shapes.append(f"{name} is {entry} there, and {_form_of(tensor.new)} in the model")
         elif entry.dtype != tensor.new.dtype and not _converted(entry.dtype, tensor.new.dtype, dtype):
             dtypes.append(f"{name} is {entry} there, and {_form_of(tensor.new)} in the model")
-            kept.add(short_name(tensor.new.dtype))
+            kept.add(dtype_name(tensor.new.dtype))
     if shapes:
-        raise CheckpointError(f"{checkpoint.where} is of a model of other sizes:{_lines(shapes)}")
+        raise CheckpointError(f"{checkpoint.where} is of a model of other sizes:{lines_of(shapes, _SHOWN)}")
     if dtypes:
         raise CheckpointError(
-            f"{checkpoint.where} has other dtypes than the model:{_lines(dtypes)}\nPass dtype=torch."
+            f"{checkpoint.where} has other dtypes than the model:{lines_of(dtypes, _SHOWN)}\nPass dtype=torch."
             f"{' or dtype=torch.'.join(sorted(kept))} to convert what is read, or make the model with the dtype of the "
             "checkpoint before it is cut"
         )
@@ -112,7 +108,7 @@ def check_dtype(tensors: Sequence[StageTensor], dtype: torch.dtype) -> None:
     """A stage runs with the dtypes that the model had when it was traced."""
     floating = {tensor.old.dtype for tensor in tensors if tensor.old.dtype.is_floating_point}
     if floating and dtype not in floating:
-        of_model = " and ".join(sorted(map(short_name, floating)))
+        of_model = " and ".join(sorted(map(dtype_name, floating)))
         raise CheckpointError(
             f"dtype={dtype}, and the model was cut with {of_model}, for which its stages are made: convert "
             f"the model (`model.to({dtype})`) before pipeline(). dtype says to what a checkpoint of another dtype is "
@@ -192,7 +188,9 @@ def _open_directory(path: Path) -> Checkpoint:
         return _read_index(path / INDEX)
     indices = sorted(path.glob("*.index.json"))
     if len(indices) > 1:
-        raise CheckpointError(f"{path} has several indices, {_listed(indices)}: pass the path of one")
+        raise CheckpointError(
+            f"{path} has several indices, {listed(path.name for path in indices)}: pass the path of one"
+        )
     if indices:
         return _read_index(indices[0])
     files = sorted(path.glob("*.safetensors"))
@@ -200,13 +198,10 @@ def _open_directory(path: Path) -> Checkpoint:
         return _of_all_files(path, files)
     raise CheckpointError(
         f"{path} is not a checkpoint: it has no {INDEX}, no .safetensors file and no .metadata of "
-        f"torch.distributed.checkpoint. It has {_listed(sorted(path.iterdir())) or 'no files'}; "
+        "torch.distributed.checkpoint. It has "
+        f"{listed(sorted(each.name for each in path.iterdir()), at_most=6) or 'no files'}; "
         "a file of torch.save is passed by its own path"
     )
-
-
-def _listed(paths: list[Path]) -> str:
-    return ", ".join(path.name for path in paths[:6]) + (", ..." if len(paths) > 6 else "")
 
 
 class _Sharded:

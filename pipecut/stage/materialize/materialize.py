@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InputError, PipeError
 from ...pipe_ir import Pipe, clone
+from ...text import listed, tensor_text
 from .checkpoint import Checkpoint
 from .load import (
     CheckpointLike,
@@ -111,14 +112,11 @@ def _take_over_replaced(placed: dict[str, Tensor], skeleton: nn.Module, tensors:
                 continue
             if (other.shape, other.dtype) != (tensor.new.shape, tensor.new.dtype):
                 raise PipeError(
-                    f"init replaced {name}, {_form(tensor.new)} when the model was cut, by {_form(other)}: the stage "
+                    f"init replaced {name}, {tensor_text(tensor.new)} when the model was cut, by "
+                    f"{tensor_text(other)}: the stage "
                     "was made for the former"
                 )
             tensor.new.copy_(other)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _can_be_nan(tensor: Tensor) -> bool:
@@ -306,9 +304,8 @@ def check_has_memory(module: nn.Module, index: int, device: torch.device) -> Non
         return
     empty = [name for name, tensor in named_tensors(module) if tensor.device.type == "meta"]
     if empty:
-        more = f" and {len(empty) - _SHOWN} more" if len(empty) > _SHOWN else ""
         raise PipeError(
-            f"stage {index} has no values, only shapes (on the meta device): {', '.join(empty[:_SHOWN])}{more}. Give "
+            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, _SHOWN)}. Give "
             f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
             f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
             "hand: module.to_empty(device=device), then load_state_dict"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .checkpoint import Entry, short_name
+from ...text import dtype_name
+from .checkpoint import Entry
 
 _DTYPES = {
     "F64": torch.float64,
@@ -138,7 +139,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
-            raise CheckpointError(f"{name} is of dtype {short_name(tensor.dtype)}, which safetensors files cannot hold")
+            raise CheckpointError(f"{name} is of dtype {dtype_name(tensor.dtype)}, which safetensors files cannot hold")
         begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import InputError, MisfitError, NoSuchDimError, NothingToMergeError, PlacementError
 from ...pipe_ir import PLAIN_TYPES, Path, Structure, unflatten
+from ...text import tensor_text
 from .calls import open_value
 from .spec import CustomReducer, Replicate, Rule, TensorChunkSpec, match_specs
 from .tensors import is_distributed, join_distributed
@@ -145,17 +146,14 @@ def _refuse_misfits(leaf: _Leaf, dim: int) -> None:
     for index, value in enumerate(leaf.values):
         if _apart_from(value, place) != _apart_from(first, place):
             raise MisfitError(
-                f"{leaf.name} is {_brief(first)} in microbatch 0 and {_brief(value)} in microbatch {index}: to be "
+                f"{leaf.name} is {tensor_text(first)} on {first.device} in microbatch 0 and {tensor_text(value)} on "
+                f"{value.device} in microbatch {index}: to be "
                 f"joined along dim {dim} they may differ in that dim only"
             )
 
 
 def _apart_from(tensor: torch.Tensor, dim: int) -> tuple[Any, ...]:
     return tuple(tensor.shape[:dim]), tuple(tensor.shape[dim + 1 :]), tensor.dim(), tensor.dtype, tensor.device
-
-
-def _brief(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 _SPEC, _KINDS = "output_merge_spec", (TensorChunkSpec, Replicate, CustomReducer)

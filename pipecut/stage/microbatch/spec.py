@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import InputError, did_you_mean
+from ...errors import InputError
 from ...pipe_ir import Atom, Path, Structure, flatten, map_leaves
+from ...text import did_you_mean
 
 
 @dataclass(frozen=True, repr=False)

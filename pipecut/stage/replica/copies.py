@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import InputError
+from ...text import listed
 from .replica import Alone
 from .replicated import Copied, StaticGraph, Wrapped
 
@@ -118,13 +119,14 @@ class _Average:
         changed = sorted(set() if self._static is None else self._static.unused_anywhere - unused)
         if changed:
             raise InputError(
-                f"{_listed(changed)} got a gradient now and none in the first step; {self.copied.called} with "
+                f"{listed(changed, at_most=5)} got a gradient now and none in the first step; {self.copied.called} "
+                "with "
                 "static_graph=True does not average it: use find_unused_parameters=True instead"
             )
         missing = sorted(unused if self._static is None else unused - self._static.unused_here)
         if missing and not self._finds_unused:
             raise InputError(
-                f"{_listed(missing)} got no gradient in this step: give {self.copied.called} "
+                f"{listed(missing, at_most=5)} got no gradient in this step: give {self.copied.called} "
                 "find_unused_parameters=True, or freeze what the stage does not use before making it"
             )
 
@@ -173,8 +175,3 @@ def _refuse_unusual(module: DistributedDataParallel, called: str) -> None:
                 f"{called} with {name} averages in every backward, and a stage has many in a step: "
                 "leave it out. For lower precision use autocast, or fully_shard with a MixedPrecisionPolicy"
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
