@@ -9,6 +9,7 @@ rank 1 │ ·   1F0 1B0 1F1 1B1 ·
 (9.0, 0.333)
 """
 
+from . import families as families  # registers the schedules
 from . import lower, render
 from .action import Action, Op, overlap, parse_action, transfer
 from .auto import FoundPlan, auto_schedule, search_schedule

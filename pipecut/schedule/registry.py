@@ -1,54 +1,95 @@
-"""Schedules by name."""
+"""Schedules by name: the decorator that registers a schedule family, and `plan_for`, which makes its plans.
+
+A schedule family is one file of `families/`. Everything that asks for a schedule by its name reads this registry:
+`plan_for`, the search, the planner, and the classes such as `Schedule1F1B`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..errors import PlanError
-from . import families
-from .placement import positive
-from .plan import Plan
+from .placement import Placement, positive
+from .plan import Plan, Rows
+from .rules import Dataflow
 from .walk import collector_paused
+
+_MakeRows = TypeVar("_MakeRows", bound=Callable[[Placement, int], Rows])
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a schedule is made, and how many chunks (stages a rank) it has."""
+    """A registered schedule."""
 
-    make: Callable[..., Plan]
-    chunks: int
-    any_chunks: bool = False  # then `chunks` is only the default
+    name: str
+    make_rows: Callable[[Placement, int], Rows] = field(repr=False)
+    place: Callable[[int, int], Placement] = field(repr=False)
+    chunks: int  # stages per rank
+    any_chunks: bool  # then `chunks` is only the default
+    training: bool  # False: forward only
+    refuses_compiled: bool  # it gains nothing with a stage that is compiled as a whole
+    class_name: str
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (self.make_rows.__doc__ or self.name).strip().partition("\n")[0]
+
+    def plan(self, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
+        """Make the plan for these sizes."""
+        chunks = self.chunks if chunks is None else chunks
+        positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
+        if chunks != self.chunks and not self.any_chunks:
+            raise _wrong_chunks(self, chunks)
+        placement = self.place(ranks, chunks)
+        rows = self.make_rows(placement, microbatches)
+        return Plan(self.name, placement, microbatches, rows, Dataflow.chain(placement.stages), self.training)
 
 
-FAMILIES = {
-    "GPipe": Family(families.gpipe, chunks=1),
-    "1F1B": Family(families.one_f_one_b, chunks=1),
-    "Interleaved1F1B": Family(families.interleaved_one_f_one_b, chunks=2, any_chunks=True),
-    "LoopedBFS": Family(families.looped_bfs, chunks=2, any_chunks=True),
-    "InterleavedZeroBubble": Family(families.interleaved_zero_bubble, chunks=2, any_chunks=True),
-    "ZBVZeroBubble": Family(families.zero_bubble_v, chunks=2),
-    "DualPipeV": Family(families.dualpipe_v, chunks=2),
-    "ForwardOnly": Family(families.forward_only, chunks=1, any_chunks=True),
-    "ZB-H1": Family(families.zero_bubble_h1, chunks=1),
-    "ZB-H2": Family(families.zero_bubble_h2, chunks=1),
-    "V-Half": Family(families.v_half, chunks=2),
-    "V-Min": Family(families.v_min, chunks=2),
-}
+FAMILIES: dict[str, Family] = {}
 
 
-def _plain(name: str) -> str:
-    """A name without what may be written in several ways: case, hyphens, and the "Schedule" of a class."""
-    return re.sub(r"^schedule|[-_ ]", "", name.strip().lower())
+def schedule(
+    name: str,
+    *,
+    placement: Callable[[int, int], Placement] = Placement.loop,
+    chunks: int = 1,
+    any_chunks: bool = False,
+    training: bool = True,
+    refuses_compiled: bool = False,
+    class_name: str | None = None,
+) -> Callable[[_MakeRows], _MakeRows]:
+    """Register a function from a placement and a number of microbatches to the actions of every rank.
 
+        @schedule("Mine")
+        def mine(placement: Placement, microbatches: int) -> Rows:
+            "Run one microbatch after the other."
+            return tuple(_row(rank, microbatches) for rank in range(placement.ranks))
 
-_NAMES = {_plain(name): name for name in FAMILIES}
+    `placement` puts the stages on the ranks: `Placement.loop`, `Placement.v`, or any function of the numbers of ranks
+    and chunks. `chunks` is the number of stages per rank; with `any_chunks` it is only the default. The class of the
+    schedule is named after it, here ScheduleMine, and described by the first line of the docstring. With
+    `refuses_compiled` it takes no stage that is compiled as a whole, with which it would gain nothing.
+    """
+    positive(chunks=chunks)
+    class_name = class_name or "Schedule" + re.sub(r"\W", "", name)
+
+    def register(make_rows: _MakeRows) -> _MakeRows:
+        known = FAMILIES.get(_names().get(_plain(name), name))
+        if known is not None and _origin(known.make_rows) != _origin(make_rows):  # the same one may come again
+            raise PlanError(f"There is a schedule named '{known.name}' already: give '{name}' another name.")
+        FAMILIES[name] = Family(name, make_rows, placement, chunks, any_chunks, training, refuses_compiled, class_name)
+        return make_rows
+
+    return register
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The names that `plan_for` knows.
+    """Return the names that `plan_for` knows.
 
     >>> "1F1B" in schedule_names()
     True
@@ -58,7 +99,7 @@ def schedule_names() -> tuple[str, ...]:
 
 @collector_paused
 def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
-    """The plan of a schedule. `chunks` is the number of stages on each rank, by default what the schedule is made for.
+    """Make the plan of a schedule. `chunks` is the number of stages per rank, by default that of the schedule.
 
     Names are taken in any case, and as those of classes: "1F1B" or "Schedule1F1B".
 
@@ -66,41 +107,45 @@ def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = N
     rank 0 │ 0F0 0F1 ·   0B0 0F2 0B1 ·   0B2
     rank 1 │ ·   1F0 1B0 1F1 1B1 1F2 1B2 ·
     """
-    known = known_name(name)
-    family = FAMILIES[known]
-    if chunks is None:
-        chunks = family.chunks
-    positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if family.any_chunks:
-        return family.make(ranks, microbatches, chunks)
-    if chunks != family.chunks:
-        raise _wrong_chunks(known, family, chunks)
-    return family.make(ranks, microbatches)
+    return FAMILIES[known_name(name)].plan(ranks, microbatches, chunks)
 
 
 def known_name(name: str, others: Iterable[str] = ()) -> str:
-    """A schedule's name as it is written here, however it is spelled; `others` are names that the caller knows too.
+    """Return a schedule's name as it was registered, however it is spelled; an error lists `others` as known too.
 
     >>> known_name("schedule_zbh1")
     'ZB-H1'
     """
-    known = _NAMES.get(_plain(name)) if isinstance(name, str) else None
+    known = _names().get(_plain(name)) if isinstance(name, str) else None
     if known is None:
         raise _unknown(name, others)
     return known
 
 
+def _names() -> dict[str, str]:
+    return {_plain(name): name for name in FAMILIES}
+
+
+def _plain(name: str) -> str:
+    """Drop from a name what may be written in several ways: case, hyphens, and the "Schedule" of a class."""
+    return re.sub(r"^schedule|[-_ ]", "", name.strip().lower())
+
+
+def _origin(function: Callable[..., object]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
 def _unknown(name: object, others: Iterable[str]) -> PlanError:
-    plain = _plain(str(name))
-    alike = [known for short, known in _NAMES.items() if plain and short.startswith(plain)]
-    alike = alike or [_NAMES[short] for short in difflib.get_close_matches(plain, _NAMES, n=3, cutoff=0.6)]
+    plain, names = _plain(str(name)), _names()
+    alike = [known for short, known in names.items() if plain and short.startswith(plain)]
+    alike = alike or [names[short] for short in difflib.get_close_matches(plain, names, n=3, cutoff=0.6)]
     near = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else ""
     return PlanError(f"Unknown schedule name {name!r}.{near} Known are {', '.join((*FAMILIES, *others))}.")
 
 
-def _wrong_chunks(name: str, family: Family, chunks: int) -> PlanError:
-    others = ", ".join(other for other, its in FAMILIES.items() if its.any_chunks)
+def _wrong_chunks(family: Family, chunks: int) -> PlanError:
+    others = ", ".join(other.name for other in FAMILIES.values() if other.any_chunks)
     return PlanError(
-        f"chunks={chunks} does not fit {name}, which has {family.chunks} on each rank: leave chunks out, or take a "
-        f"schedule with any number of chunks ({others})."
+        f"chunks={chunks} does not fit {family.name}, which has {family.chunks} on each rank: leave chunks out, or "
+        f"take a schedule with any number of chunks ({others})."
     )

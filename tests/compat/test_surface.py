@@ -195,7 +195,7 @@ def test_the_class_of_a_built_in_schedule_is_ours(name: str) -> None:
 def test_bases_are_found_by_name() -> None:
     assert schedules.get_schedule_class("pipelineschedulemulti") is pipecut.PipelineScheduleMulti
     assert schedules.get_schedule_class("PipelineScheduleSingle") is pipecut.PipelineScheduleSingle
-    with pytest.raises(ValueError, match=r"^Unknown schedule name 'nope'\. Known are GPipe, 1F1B, .*") as error:
+    with pytest.raises(ValueError, match=r"^Unknown schedule name 'nope'\. Known are GPipe, LoopedBFS, .*") as error:
         schedules.get_schedule_class("nope")
     assert str(error.value).endswith(", PipelineScheduleSingle, PipelineScheduleMulti.")
     assert isinstance(error.value, pipecut.PipeError)

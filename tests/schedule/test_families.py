@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pipecut.errors import PlanError
-from pipecut.schedule import families
-from pipecut.schedule.action import Action
+from pipecut.schedule.action import Action, Op
 from pipecut.schedule.families.fill_idle import fill_early, fill_late
 from pipecut.schedule.lower import add_bubbles
 from pipecut.schedule.placement import Placement
-from pipecut.schedule.plan import Plan
-from pipecut.schedule.registry import plan_for, schedule_names
+from pipecut.schedule.plan import Plan, Rows
+from pipecut.schedule.registry import FAMILIES, known_name, plan_for, schedule, schedule_names
 
 ONE_CHUNK = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
-ANY_CHUNKS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ForwardOnly")
+ANY_CHUNKS = ("LoopedBFS", "ForwardOnly", "Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 ALL_NAMES = (
-    "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, ForwardOnly, ZB-H1, "
-    "ZB-H2, V-Half, V-Min"
+    "GPipe, LoopedBFS, ForwardOnly, 1F1B, Interleaved1F1B, V-Half, V-Min, ZB-H1, ZB-H2, InterleavedZeroBubble, "
+    "ZBVZeroBubble, DualPipeV"
 )
 
 PICTURES = """
@@ -156,40 +155,24 @@ def test_every_schedule_is_drawn() -> None:
     assert {head.split()[0] for head, _ in _pictures()} == set(schedule_names())
 
 
-FUNCTIONS: list[tuple[str, Callable[[int, int], Plan]]] = [
-    ("GPipe", families.gpipe),
-    ("1F1B", families.one_f_one_b),
-    ("Interleaved1F1B", families.interleaved_one_f_one_b),
-    ("LoopedBFS", families.looped_bfs),
-    ("InterleavedZeroBubble", families.interleaved_zero_bubble),
-    ("ZBVZeroBubble", families.zero_bubble_v),
-    ("DualPipeV", families.dualpipe_v),
-    ("ForwardOnly", families.forward_only),
-    ("ZB-H1", families.zero_bubble_h1),
-    ("ZB-H2", families.zero_bubble_h2),
-    ("V-Half", families.v_half),
-    ("V-Min", families.v_min),
-]
-
-
-@pytest.mark.parametrize(("name", "make"), FUNCTIONS)
-def test_a_plan_comes_from_integers(name: str, make: Callable[[int, int], Plan]) -> None:
-    plan = make(3, 8)
-    assert plan == plan_for(name, ranks=3, microbatches=8)
+@pytest.mark.parametrize("name", schedule_names())
+def test_a_plan_comes_from_integers(name: str) -> None:
+    plan = plan_for(name, ranks=3, microbatches=8)
+    assert plan == FAMILIES[name].plan(3, 8)
     assert (plan.name, plan.ranks, plan.microbatches) == (name, 3, 8)
     assert plan.training is (name != "ForwardOnly")
     assert not plan.has_transfers
     assert all(isinstance(action, Action) for row in plan.actions for action in row), "a bubble"
 
 
-@pytest.mark.parametrize(("name", "make"), FUNCTIONS)
-def test_the_same_integers_give_the_same_plan(name: str, make: Callable[[int, int], Plan]) -> None:
-    assert make(4, 9).actions == make(4, 9).actions
+@pytest.mark.parametrize("name", schedule_names())
+def test_the_same_integers_give_the_same_plan(name: str) -> None:
+    assert FAMILIES[name].plan(4, 9).actions == FAMILIES[name].plan(4, 9).actions
 
 
 def test_names() -> None:
     assert ", ".join(schedule_names()) == ALL_NAMES
-    assert {name for name, _ in FUNCTIONS} == set(schedule_names())
+    assert all(FAMILIES[name].name == name for name in schedule_names())
 
 
 def test_default_chunks() -> None:
@@ -235,7 +218,7 @@ def test_ways_to_write_a_name(written: str, name: str) -> None:
         ("GPip", " Did you mean 'GPipe'?"),
         ("gpip", " Did you mean 'GPipe'?"),
         ("ZB-V", " Did you mean 'ZBVZeroBubble'?"),
-        ("zb", " Did you mean 'ZBVZeroBubble' or 'ZB-H1' or 'ZB-H2'?"),
+        ("zb", " Did you mean 'ZB-H1' or 'ZB-H2' or 'ZBVZeroBubble'?"),
         ("Interleave1F1B", " Did you mean 'Interleaved1F1B' or 'InterleavedZeroBubble'?"),
         ("_ScheduleForwardOnly", " Did you mean 'ForwardOnly'?"),
         ("Hanayo", ""),
@@ -259,8 +242,9 @@ def test_sizes_that_are_none(name: str, size: str, value: int) -> None:
     assert str(error.value) == f"{size}={value!r}: give a whole number of {size}, 1 or more."
 
 
-@pytest.mark.parametrize(("name", "make"), FUNCTIONS)
-def test_sizes_that_are_none_without_a_name(name: str, make: Callable[[int, int], Plan]) -> None:
+@pytest.mark.parametrize("name", schedule_names())
+def test_sizes_that_are_none_without_a_name(name: str) -> None:
+    make = FAMILIES[name].plan
     with pytest.raises(PlanError, match=r"^ranks='4': give a whole number of ranks, 1 or more\.$"):
         make("4", 8)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"^microbatches=0: give a whole number of microbatches, 1 or more\.$"):
@@ -275,7 +259,7 @@ def test_chunks_that_do_not_fit(name: str, fits: int, chunks: int) -> None:
         plan_for(name, ranks=2, microbatches=4, chunks=chunks)
     assert str(error.value) == (
         f"chunks={chunks} does not fit {name}, which has {fits} on each rank: leave chunks out, or take a "
-        "schedule with any number of chunks (Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ForwardOnly)."
+        "schedule with any number of chunks (LoopedBFS, ForwardOnly, Interleaved1F1B, InterleavedZeroBubble)."
     )
 
 
@@ -287,6 +271,47 @@ def test_too_few_microbatches_for_dualpipe_v() -> None:
         "DualPipeV on 4 ranks cannot run 7 microbatches: give 8 or more, at least one for each of its stages, or take "
         "ZBVZeroBubble, which runs any number."
     )
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """The registry, without what a test adds afterwards."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def _one_at_a_time(placement: Placement, microbatches: int) -> Rows:
+    """Run one microbatch after the other."""
+    ops = (Op.FORWARD, Op.FULL_BACKWARD)
+    return tuple(
+        tuple(Action(rank, op, microbatch) for microbatch in range(microbatches) for op in ops)
+        for rank in range(placement.ranks)
+    )
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_family_is_one_decorated_function() -> None:
+    assert schedule("One-at-a-time")(_one_at_a_time) is _one_at_a_time
+    for name in ("One-at-a-time", "one at a time", "ScheduleOneatatime"):
+        plan = plan_for(name, ranks=2, microbatches=2).validate()
+        assert plan.name == "One-at-a-time"
+        assert plan.grid() == ("rank 0 │ 0F0 ·   ·   0B0 0F1 ·   ·   0B1\nrank 1 │ ·   1F0 1B0 ·   ·   1F1 1B1 ·")
+    assert schedule_names()[-1] == "One-at-a-time"
+    family = FAMILIES[known_name("oneatatime")]
+    assert (family.class_name, family.summary) == ("ScheduleOneatatime", "Run one microbatch after the other.")
+    assert (family.chunks, family.any_chunks, family.training, family.refuses_compiled) == (1, False, True, False)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_is_registered_once() -> None:
+    schedule("One-at-a-time")(_one_at_a_time)
+    schedule("One-at-a-time", chunks=2)(_one_at_a_time)  # a cell of a notebook that is run again
+    for name, known in (("ScheduleZBH1", "ZB-H1"), ("oneatatime", "One-at-a-time")):
+        with pytest.raises(PlanError) as error:
+            schedule(name)(lambda placement, microbatches: ())
+        assert str(error.value) == f"There is a schedule named '{known}' already: give '{name}' another name."
 
 
 @pytest.mark.parametrize("fill", [fill_early, fill_late])
@@ -318,20 +343,21 @@ def _waits(plan: Plan) -> int:
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_bubbles_of_the_zero_bubble_schedules(ranks: int, rounds: int) -> None:
     for microbatches in (rounds * ranks, rounds * ranks + 1):
-        h1, h2 = families.zero_bubble_h1(ranks, microbatches), families.zero_bubble_h2(ranks, microbatches)
+        h1, h2, v = (FAMILIES[name].plan(ranks, microbatches) for name in ("ZB-H1", "ZB-H2", "ZBVZeroBubble"))
         assert _steps(h1) == _steps(h2) == 3 * microbatches + ranks - 1
         if microbatches >= 2 * ranks - 1:
             assert _waits(h2) == 0
-            assert _waits(families.zero_bubble_v(ranks, microbatches)) == 0
+            assert _waits(v) == 0
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 13), 16, 24])
 def test_no_plan_with_the_memory_of_v_half_or_v_min_is_shorter(ranks: int) -> None:
     """The last rank waits for its first forward, then for the first gradient, and at the end for the last one."""
-    for make, limit in ((families.v_half, 2 * ((ranks + 2) // 2)), (families.v_min, 2 * ((ranks + 4) // 3))):
+    for name, limit in (("V-Half", 2 * ((ranks + 2) // 2)), ("V-Min", 2 * ((ranks + 4) // 3))):
         idle = ranks - 1 + max(0, 2 * ranks - limit) + max(0, 3 * ranks - 2 * limit)
         for microbatches in (ranks, ranks + 1, 2 * ranks, 3 * ranks + 1):
-            assert _steps(make(ranks, microbatches)) == 6 * microbatches + idle
+            plan = plan_for(name, ranks=ranks, microbatches=microbatches)
+            assert _steps(plan) == 6 * microbatches + idle
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])
@@ -339,9 +365,9 @@ def test_no_plan_with_the_memory_of_v_half_or_v_min_is_shorter(ranks: int) -> No
 def test_v_half_and_v_min_wait_less_than_1f1b(ranks: int, rounds: int) -> None:
     microbatches = rounds * ranks
     of_1f1b = 6 * (ranks - 1)  # a forward of a whole rank is two steps, a backward four
-    idle = {make: _steps(make(ranks, microbatches)) - 6 * microbatches for make in (families.v_half, families.v_min)}
-    assert idle[families.v_half] < of_1f1b / 2
-    assert idle[families.v_min] < of_1f1b * 2 / 3
+    for name, part in (("V-Half", 1 / 2), ("V-Min", 2 / 3)):
+        plan = plan_for(name, ranks=ranks, microbatches=microbatches)
+        assert _steps(plan) - 6 * microbatches < of_1f1b * part
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -349,5 +375,5 @@ def test_v_half_and_v_min_wait_less_than_1f1b(ranks: int, rounds: int) -> None:
 def test_uneven_rounds_cost_nothing(ranks: int, chunks: int) -> None:
     """Any number of microbatches from one a rank on: the pipeline fills and drains in one step a rank."""
     for microbatches in range(ranks, 4 * ranks):
-        plan = families.interleaved_zero_bubble(ranks, microbatches, chunks)
+        plan = plan_for("InterleavedZeroBubble", ranks=ranks, microbatches=microbatches, chunks=chunks)
         assert _steps(plan) == 3 * chunks * microbatches + ranks - 1

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pipecut.schedule import families
 from pipecut.schedule.action import Op
 from pipecut.schedule.plan import Plan
+from pipecut.schedule.registry import FAMILIES
 
 HELD = {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1, Op.FULL_BACKWARD: -1}
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 20)]
@@ -36,43 +36,43 @@ def _microbatches(ranks: int) -> list[int]:
     return [1, ranks // 3, ranks // 2, ranks, ranks + 1, 2 * ranks + 1]
 
 
-V_LIMITS: list[tuple[Callable[[int, int], Plan], Callable[[int], int]]] = [
-    (families.v_half, lambda ranks: (ranks + 2) // 2),
-    (families.v_min, lambda ranks: (ranks + 4) // 3),
+V_LIMITS: list[tuple[str, Callable[[int], int]]] = [
+    ("V-Half", lambda ranks: (ranks + 2) // 2),
+    ("V-Min", lambda ranks: (ranks + 4) // 3),
 ]
 
 
-@pytest.mark.parametrize(("make", "limit"), V_LIMITS)
+@pytest.mark.parametrize(("name", "limit"), V_LIMITS)
 @pytest.mark.parametrize("ranks", range(1, 33))
-def test_v_half_and_v_min(make: Callable[[int, int], Plan], limit: Callable[[int], int], ranks: int) -> None:
+def test_v_half_and_v_min(name: str, limit: Callable[[int], int], ranks: int) -> None:
     for microbatches in _microbatches(ranks):
-        plan = make(ranks, microbatches)
+        plan = FAMILIES[name].plan(ranks, microbatches)
         assert max(_peaks(plan)) <= 2 * limit(ranks)  # in chunks, of which a rank has two
         plan.validate()
 
 
-@pytest.mark.parametrize(("make", "limit"), V_LIMITS)
-def test_v_half_and_v_min_use_what_they_may(make: Callable[[int, int], Plan], limit: Callable[[int], int]) -> None:
+@pytest.mark.parametrize(("name", "limit"), V_LIMITS)
+def test_v_half_and_v_min_use_what_they_may(name: str, limit: Callable[[int], int]) -> None:
     for ranks in range(3, 17):
-        assert max(_peaks(make(ranks, 2 * ranks))) == 2 * limit(ranks)
+        assert max(_peaks(FAMILIES[name].plan(ranks, 2 * ranks))) == 2 * limit(ranks)
 
 
 def test_v_half_and_v_min_need_less_than_1f1b() -> None:
     for ranks in range(4, 17):
         of_1f1b, half, least = (
-            max(_peaks(make(ranks, 3 * ranks))) / chunks
-            for make, chunks in ((families.one_f_one_b, 1), (families.v_half, 2), (families.v_min, 2))
+            max(_peaks(FAMILIES[name].plan(ranks, 3 * ranks))) / FAMILIES[name].chunks
+            for name in ("1F1B", "V-Half", "V-Min")
         )
         assert least <= half < of_1f1b
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_the_others(ranks: int, microbatches: int) -> None:
-    assert _peaks(families.gpipe(ranks, microbatches)) == [microbatches] * ranks
-    assert _peaks(families.looped_bfs(ranks, microbatches, 3)) == [3 * microbatches] * ranks
-    assert _peaks(families.one_f_one_b(ranks, microbatches)) == [
+    assert _peaks(FAMILIES["GPipe"].plan(ranks, microbatches)) == [microbatches] * ranks
+    assert _peaks(FAMILIES["LoopedBFS"].plan(ranks, microbatches, 3)) == [3 * microbatches] * ranks
+    assert _peaks(FAMILIES["1F1B"].plan(ranks, microbatches)) == [
         min(ranks - rank, microbatches) for rank in range(ranks)
     ]
-    assert _peaks(families.zero_bubble_h1(ranks, microbatches)) == [min(ranks, microbatches)] * ranks
-    assert max(_peaks(families.zero_bubble_h2(ranks, microbatches))) == min(2 * ranks - 1, microbatches)
-    assert max(_peaks(families.zero_bubble_v(ranks, microbatches))) <= 2 * ranks
+    assert _peaks(FAMILIES["ZB-H1"].plan(ranks, microbatches)) == [min(ranks, microbatches)] * ranks
+    assert max(_peaks(FAMILIES["ZB-H2"].plan(ranks, microbatches))) == min(2 * ranks - 1, microbatches)
+    assert max(_peaks(FAMILIES["ZBVZeroBubble"].plan(ranks, microbatches))) <= 2 * ranks

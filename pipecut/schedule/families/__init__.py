@@ -1,24 +1,13 @@
-"""The schedules: each a function from a few integers to a Plan of computations."""
+"""The schedules: each a function that lists the actions of every rank, registered under its name by `@schedule`.
+
+Every file here is imported, in alphabetical order, so that a new schedule is one new file: see `one_f_one_b` for the
+shortest example. `building` has the phrases that they are written in.
+"""
 
 from __future__ import annotations
 
-from .breadth_first import forward_only, gpipe, looped_bfs
-from .controllable_memory import v_half, v_min
-from .one_f_one_b import interleaved_one_f_one_b, one_f_one_b
-from .v_shaped import dualpipe_v, zero_bubble_v
-from .zero_bubble import interleaved_zero_bubble, zero_bubble_h1, zero_bubble_h2
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "dualpipe_v",
-    "forward_only",
-    "gpipe",
-    "interleaved_one_f_one_b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "one_f_one_b",
-    "v_half",
-    "v_min",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-    "zero_bubble_v",
-]
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")

@@ -1,4 +1,4 @@
-"""1F1B with the backward in two: weight gradients held back for the time when nothing else can run."""
+"""Phrases that schedules are written in: streams of passes, turns among them, rounds through the chunks of a rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from itertools import chain, islice, repeat
 
 from ..action import Action, Op
 
-# MERGED: The words that a schedule is written in: streams of passes, and taking turns among them.
-
 
 def passes(stage: int, op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
-    """One pass of a stage for every microbatch, to be taken one after the other.
+    """Return one pass of a stage for every microbatch, in order.
 
     >>> list(passes(2, Op.FORWARD, range(3)))
     [2F0, 2F1, 2F2]
@@ -20,9 +18,9 @@ def passes(stage: int, op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
 
 
 def turns(rounds: int, *streams: Iterator[Action]) -> Iterator[Action]:
-    """So many rounds, in each the next pass of every stream in turn; fewer, if the first stream ends before.
+    """Take the next pass of every stream in turn, so many rounds; fewer if the first stream ends before.
 
-    What is not taken stays in the streams.
+    The passes that are not taken stay in the streams.
 
     >>> forwards, backwards = passes(0, Op.FORWARD, range(4)), passes(0, Op.FULL_BACKWARD, range(4))
     >>> [*turns(2, forwards), *turns(2, forwards, backwards), *backwards]
@@ -40,7 +38,7 @@ def with_late_weights(
     warm_up: int,
     delay: int,
 ) -> tuple[Action, ...]:
-    """One rank's row: `warm_up` forwards, then 1F1B with the weight gradients `delay` input gradients behind.
+    """Return one rank's row: `warm_up` forwards, then 1F1B with weight gradients `delay` input gradients behind.
 
     warm_up=2, delay=1, total=4      F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     """
@@ -57,11 +55,8 @@ def with_late_weights(
     )
 
 
-# MERGED: Rounds of microbatches, the order in which interleaved schedules go through their chunks.
-
-
 def rounds_of(ranks: int, microbatches: int) -> tuple[range, ...]:
-    """The microbatches in rounds of about one a rank, as even as can be.
+    """Divide the microbatches into rounds of about one per rank, as evenly as possible.
 
     The larger rounds come first: the warm-up is as long as the first round, and must be long enough for all.
 
@@ -75,7 +70,7 @@ def rounds_of(ranks: int, microbatches: int) -> tuple[range, ...]:
 
 
 def through_chunks(stages: Iterable[int], op: Op, rounds: Iterable[range]) -> Iterator[Action]:
-    """A rank's passes of one kind: each round through all of its stages, in the order in which they are given.
+    """Return a rank's passes of one kind: each round through all of its stages, in the given order.
 
     >>> list(through_chunks([0, 2], Op.FORWARD, rounds_of(ranks=2, microbatches=4)))
     [0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3]

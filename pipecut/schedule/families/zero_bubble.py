@@ -1,69 +1,70 @@
-"""ZB-H1 and ZB-H2, the two handmade zero bubble schedules with one chunk a rank (arXiv 2401.10241)."""
+"""ZB-H1, ZB-H2 and InterleavedZeroBubble: 1F1B with weight gradients that fill idle slots (arXiv 2401.10241)."""
 
 from __future__ import annotations
 
 from ..action import Action, Op
-from ..placement import Placement, positive
-from ..plan import Plan
-from ..rules import Dataflow
+from ..placement import Placement
+from ..plan import Rows
+from ..registry import schedule
 from .building import passes, rounds_of, through_chunks, with_late_weights
 
 
-def zero_bubble_h1(ranks: int, microbatches: int) -> Plan:
-    """The memory of 1F1B and, if F, I and W take equally long, a third of its bubble: rank r holds r W back.
+@schedule("ZB-H1")
+def zero_bubble_h1(placement: Placement, microbatches: int) -> Rows:
+    """Run 1F1B with weight gradients in its bubbles, and no more memory.
 
-    >>> print(zero_bubble_h1(ranks=3, microbatches=4).grid())
+    If F, I and W take equally long, it has a third of the bubble of 1F1B: rank r holds r weight gradients back.
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("ZB-H1", ranks=3, microbatches=4).grid())
     rank 0 │ 0F0 0F1 0F2 ·   ·   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     rank 1 │ ·   1F0 1F1 ·   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2 │ ·   ·   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    positive(ranks=ranks, microbatches=microbatches)
-    rows = tuple(_handcrafted_row(rank, microbatches, warm_up=ranks - rank, delay=rank) for rank in range(ranks))
-    return Plan("ZB-H1", Placement.loop(ranks), microbatches, rows, Dataflow.chain(ranks))
+    ranks = placement.ranks
+    return tuple(_row(rank, microbatches, warm_up=ranks - rank, delay=rank) for rank in range(ranks))
 
 
-def zero_bubble_h2(ranks: int, microbatches: int) -> Plan:
-    """Twice the memory of 1F1B, and no bubble.
+@schedule("ZB-H2")
+def zero_bubble_h2(placement: Placement, microbatches: int) -> Rows:
+    """Run without a bubble, for twice the memory of 1F1B.
 
     From 2 * ranks - 1 microbatches on no rank waits between its first pass and its last, if F, I and W take equally
     long.
 
-    >>> print(zero_bubble_h2(ranks=3, microbatches=5).grid())
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("ZB-H2", ranks=3, microbatches=5).grid())
     rank 0 │ 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 ·   ·
     rank 1 │ ·   1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4 ·
     rank 2 │ ·   ·   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """
-    positive(ranks=ranks, microbatches=microbatches)
+    ranks = placement.ranks
     # Few microbatches do not fill the warm-up: weight gradients held back longer would only lengthen the end.
     spare = max(0, microbatches - ranks)
-    rows = tuple(
-        _handcrafted_row(rank, microbatches, warm_up=2 * (ranks - rank) - 1, delay=rank + min(rank, spare))
-        for rank in range(ranks)
+    return tuple(
+        _row(rank, microbatches, warm_up=2 * (ranks - rank) - 1, delay=rank + min(rank, spare)) for rank in range(ranks)
     )
-    return Plan("ZB-H2", Placement.loop(ranks), microbatches, rows, Dataflow.chain(ranks))
 
 
-def _handcrafted_row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> tuple[Action, ...]:
+def _row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> tuple[Action, ...]:
     every = range(microbatches)
     streams = (passes(rank, op, every) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
     return with_late_weights(microbatches, *streams, warm_up=warm_up, delay=delay)
 
 
-# MERGED: Interleaved zero bubble: interleaved 1F1B with the weight gradients held back.
+@schedule("InterleavedZeroBubble", chunks=2, any_chunks=True, refuses_compiled=True)
+def interleaved_zero_bubble(placement: Placement, microbatches: int) -> Rows:
+    """Run interleaved 1F1B with weight gradients in its bubbles.
 
+    Rank r runs r input gradients ahead of its weight gradients, as in ZB-H1.
 
-def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
-    """Rank r runs r input gradients ahead of its weight gradients, as in ZB-H1 (arXiv 2401.10241).
-
-    >>> print(interleaved_zero_bubble(ranks=2, microbatches=2).grid())
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("InterleavedZeroBubble", ranks=2, microbatches=2).grid())
     rank 0 │ 0F0 0F1 2F0 2F1 ·   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     rank 1 │ ·   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    placement = Placement.loop(ranks, chunks)
-    rounds = rounds_of(ranks, microbatches)
-    rows = tuple(_interleaved_row(rank, placement, rounds) for rank in range(ranks))
-    return Plan("InterleavedZeroBubble", placement, microbatches, rows, Dataflow.chain(placement.stages))
+    rounds = rounds_of(placement.ranks, microbatches)
+    return tuple(_interleaved_row(rank, placement, rounds) for rank in range(placement.ranks))
 
 
 def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...]) -> tuple[Action, ...]:

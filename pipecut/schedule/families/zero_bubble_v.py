@@ -1,4 +1,4 @@
-"""ZBV: two chunks a rank in a V, no bubble with the memory of 1F1B."""
+"""ZBVZeroBubble and DualPipeV: two stages on each rank, down the ranks and up again in a V."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from itertools import chain
 
 from ...errors import PlanError
 from ..action import Action, Op, overlap
-from ..placement import Placement, positive
-from ..plan import Plan
-from ..rules import Dataflow
+from ..placement import Placement
+from ..plan import Rows
+from ..registry import schedule
 from .building import passes, turns
 
 
-def zero_bubble_v(ranks: int, microbatches: int) -> Plan:
-    """ZB-V of arXiv 2401.10241: no rank holds more than `ranks` microbatches.
+@schedule("ZBVZeroBubble", placement=Placement.v, chunks=2, refuses_compiled=True)
+def zero_bubble_v(placement: Placement, microbatches: int) -> Rows:
+    """Run two stages on each rank, in a V, with weight gradients in the bubbles.
 
-    From 2 * ranks - 1 microbatches on no rank waits between its first pass and its last, if F, I and W take equally
-    long.
+    This is ZB-V of arXiv 2401.10241: no rank holds more than `ranks` microbatches. From 2 * ranks - 1 microbatches on
+    no rank waits between its first pass and its last, if F, I and W take equally long.
 
-    >>> print(zero_bubble_v(ranks=2, microbatches=4).grid())
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("ZBVZeroBubble", ranks=2, microbatches=4).grid())
     rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3 ·
     rank 1 │ ·   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
-    positive(ranks=ranks, microbatches=microbatches)
-    placement = Placement.v(ranks)
+    ranks = placement.ranks
     # The phases below need so many microbatches; with fewer, the passes of the others are left out.
     planned = max(microbatches, 2 * ranks - 1)
     rows = tuple(_zero_bubble_row(rank, ranks, planned) for rank in range(ranks))
     if planned > microbatches:
         wanted = set(range(microbatches))
         rows = tuple(tuple(action for action in row if action.microbatch in wanted) for row in rows)
-    return Plan("ZBVZeroBubble", placement, microbatches, rows, Dataflow.chain(placement.stages))
+    return rows
 
 
 def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
@@ -56,28 +57,27 @@ def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, 
     )
 
 
-# MERGED: DualPipeV: two chunks a rank in a V, a forward of one beside a backward of the other.
+@schedule("DualPipeV", placement=Placement.v, chunks=2, refuses_compiled=True)
+def dualpipe_v(placement: Placement, microbatches: int) -> Rows:
+    """Run two stages on each rank, in a V, forwards and backwards overlapped.
 
+    This is DualPipe (arXiv 2412.19437) cut in half: the transfers of one pass hide behind the other of its pair.
 
-def dualpipe_v(ranks: int, microbatches: int) -> Plan:
-    """DualPipe (arXiv 2412.19437) cut in half: the transfers of one pass hide behind the other of its pair.
-
-    >>> print(dualpipe_v(ranks=2, microbatches=4).grid(width=90))
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("DualPipeV", ranks=2, microbatches=4).grid(width=90))
     rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B
     rank 1 │ ·   1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0)OVERLAP_F_B (1F3;2B1)OVERLAP_F_B
     <BLANKLINE>
     rank 0 │ 3B2                  (3F3;0B1)OVERLAP_F_B 3B3 0I2 0W2 0I3 0W3
     rank 1 │ (2F3;1B1)OVERLAP_F_B 2B2                  1B2 2I3 1I3 2W3 1W3
     """
-    positive(ranks=ranks, microbatches=microbatches)
-    placement = Placement.v(ranks)
+    ranks = placement.ranks
     if microbatches < placement.stages:
         raise PlanError(
             f"DualPipeV on {ranks} ranks cannot run {microbatches} microbatches: give {placement.stages} or more, "
             "at least one for each of its stages, or take ZBVZeroBubble, which runs any number."
         )
-    rows = tuple(_dualpipe_row(rank, ranks, microbatches) for rank in range(ranks))
-    return Plan("DualPipeV", placement, microbatches, rows, Dataflow.chain(placement.stages))
+    return tuple(_dualpipe_row(rank, ranks, microbatches) for rank in range(ranks))
 
 
 def _dualpipe_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:

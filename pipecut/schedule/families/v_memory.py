@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from ..action import Action, Op
-from ..placement import Placement, positive
-from ..plan import Plan
+from ..placement import Placement
+from ..plan import Plan, Rows
+from ..registry import schedule
 from ..rules import Dataflow
 from .fill_idle import fill_early, fill_late
 
@@ -36,7 +37,7 @@ _PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks
 
 
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """How many steps the passes of one microbatch are apart."""
 
     from_rank_to_rank: tuple[int, int, int, int]  # F0, F1, I1, I0
@@ -61,43 +62,49 @@ def _next_free(after: int, *times: int) -> int:
     return next(step for step in range(after + 1, after + _PERIOD) if step % _PERIOD not in taken)
 
 
-def v_half(ranks: int, microbatches: int) -> Plan:
-    """No rank holds more than (ranks + 2) // 2 microbatches.
+@schedule("V-Half", placement=Placement.v, chunks=2)
+def v_half(placement: Placement, microbatches: int) -> Rows:
+    """Run two stages on each rank, in a V, with half of the memory of 1F1B.
 
-    >>> print(v_half(ranks=3, microbatches=3).grid())
+    No rank holds more than (ranks + 2) // 2 microbatches.
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("V-Half", ranks=3, microbatches=3).grid())
     rank 0 │ 0F0 0F1 ·   ·   ·   5F0 5I0 0F2 5W0 ·   5F1 5I1 0I0 5W1 ·   5F2 5I2 0W0 0I1 5W2 0W1 0I2 0W2
     rank 1 │ ·   1F0 ·   ·   4F0 1F1 ·   4I0 4W0 4F1 1F2 1I0 1W0 4I1 4F2 ·   1I1 4I2 4W1 1W1 1I2 4W2 1W2
     rank 2 │ ·   ·   2F0 3F0 ·   ·   2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 ·   3I2 2I2 2W1 3W2 2W2
     """
-    positive(ranks=ranks, microbatches=microbatches)
-    # With an even number of ranks the backwards start three steps later, so that they do not meet the forwards.
-    block = Block((2, 1, 2, 1), (2, 1 if ranks % 2 else 4, 1))
-    plan = _repeated("V-Half", block, ranks, microbatches)
-    return fill_late(plan, limit=2 * ((ranks + 2) // 2))
+    ranks = placement.ranks
+    # With an even number of ranks the backwards start three slots later, so that they do not meet the forwards.
+    block = _Block((2, 1, 2, 1), (2, 1 if ranks % 2 else 4, 1))
+    return fill_late(_repeated(block, placement, microbatches), limit=2 * ((ranks + 2) // 2)).actions
 
 
-def v_min(ranks: int, microbatches: int) -> Plan:
-    """No rank holds more than (ranks + 4) // 3 microbatches.
+@schedule("V-Min", placement=Placement.v, chunks=2)
+def v_min(placement: Placement, microbatches: int) -> Rows:
+    """Run two stages on each rank, in a V, with a third of the memory of 1F1B.
 
-    >>> print(v_min(ranks=3, microbatches=3).grid())
+    No rank holds more than (ranks + 4) // 3 microbatches.
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("V-Min", ranks=3, microbatches=3).grid())
     rank 0 │ 0F0 0F1 0F2 ·   ·   5F0 5I0 5W0 ·   ·   5F1 5I1 0I0 5W1 0W0 5F2 5I2 0I1 5W2 0W1 ·   0I2 0W2
     rank 1 │ ·   1F0 1F1 1F2 4F0 ·   ·   4I0 4W0 4F1 ·   1I0 4I1 4W1 4F2 1W0 1I1 4I2 4W2 1W1 1I2 1W2 ·
     rank 2 │ ·   ·   2F0 3F0 2F1 3F1 ·   ·   3I0 3W0 2I0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 ·
     """
-    positive(ranks=ranks, microbatches=microbatches)
-    # With a multiple of three the passes would meet; two steps more at the last rank's turns keep them apart.
-    block = Block((1, 1, 1, 1), (1, 1, 1) if ranks % 3 else (3, 1, 3))
+    ranks = placement.ranks
+    # With a multiple of three the passes would meet; two slots more at the last rank's turns keep them apart.
+    block = _Block((1, 1, 1, 1), (1, 1, 1) if ranks % 3 else (3, 1, 3))
     limit = 2 * ((ranks + 4) // 3)
-    return fill_early(fill_late(_repeated("V-Min", block, ranks, microbatches), limit), limit)
+    return fill_early(fill_late(_repeated(block, placement, microbatches), limit), limit).actions
 
 
-def _repeated(name: str, block: Block, ranks: int, microbatches: int) -> Plan:
-    placement = Placement.v(ranks)
-    rows = tuple(_row(block, rank, ranks, microbatches) for rank in range(ranks))
-    return Plan(name, placement, microbatches, rows, Dataflow.chain(placement.stages))
+def _repeated(block: _Block, placement: Placement, microbatches: int) -> Plan:
+    rows = tuple(_row(block, rank, placement.ranks, microbatches) for rank in range(placement.ranks))
+    return Plan("repeated blocks", placement, microbatches, rows, Dataflow.chain(placement.stages))
 
 
-def _row(block: Block, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+def _row(block: _Block, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
     first, second = rank, 2 * ranks - 1 - rank
     stages = (first, second, second, first, second, first)
     ops = (Op.FORWARD,) * 2 + (Op.BACKWARD_INPUT,) * 2 + (Op.BACKWARD_WEIGHT,) * 2

@@ -1,0 +1,66 @@
+"""GPipe, LoopedBFS and ForwardOnly: every stage runs all microbatches in one go."""
+
+from __future__ import annotations
+
+from ..action import Action, Op
+from ..placement import Placement
+from ..plan import Rows
+from ..registry import schedule
+from .building import passes
+
+
+@schedule("GPipe")
+def gpipe(placement: Placement, microbatches: int) -> Rows:
+    """Run all forwards, then all backwards.
+
+    Every rank keeps all microbatches until the first backward (arXiv 1811.06965).
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("GPipe", ranks=3, microbatches=3).grid())
+    rank 0 │ 0F0 0F1 0F2 ·   ·   ·   ·   0B0 0B1 0B2
+    rank 1 │ ·   1F0 1F1 1F2 ·   ·   1B0 1B1 1B2 ·
+    rank 2 │ ·   ·   2F0 2F1 2F2 2B0 2B1 2B2 ·   ·
+    """
+    every = range(microbatches)
+    return tuple(
+        (*passes(rank, Op.FORWARD, every), *passes(rank, Op.FULL_BACKWARD, every)) for rank in range(placement.ranks)
+    )
+
+
+@schedule("LoopedBFS", chunks=2, any_chunks=True)
+def looped_bfs(placement: Placement, microbatches: int) -> Rows:
+    """Run GPipe with several stages on each rank, one stage after the other.
+
+    All microbatches go through one chunk before the next, and back the same way (arXiv 2211.05953). A rank comes to
+    each chunk's parameters once forward and once backward, which suits sharded ones.
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("LoopedBFS", ranks=2, microbatches=2).grid())
+    rank 0 │ 0F0 0F1 2F0 2F1 ·   ·   2B1 2B0 0B1 0B0
+    rank 1 │ ·   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0 ·
+    """
+    return tuple(_looped_row(stages, microbatches) for stages in placement.stages_of)
+
+
+def _looped_row(stages: tuple[int, ...], microbatches: int) -> tuple[Action, ...]:
+    row: list[Action] = []
+    for stage in stages:
+        row += passes(stage, Op.FORWARD, range(microbatches))
+    for stage in reversed(stages):
+        row += passes(stage, Op.FULL_BACKWARD, reversed(range(microbatches)))
+    return tuple(row)
+
+
+@schedule("ForwardOnly", any_chunks=True, training=False)
+def forward_only(placement: Placement, microbatches: int) -> Rows:
+    """Run forwards only, for evaluation and inference: `step` and `eval` are the same.
+
+    >>> from pipecut.schedule import plan_for
+    >>> print(plan_for("ForwardOnly", ranks=2, microbatches=3, chunks=2).grid())
+    rank 0 │ 0F0 0F1 0F2 2F0 2F1 2F2 ·
+    rank 1 │ ·   1F0 1F1 1F2 3F0 3F1 3F2
+    """
+    return tuple(
+        tuple(forward for stage in stages for forward in passes(stage, Op.FORWARD, range(microbatches)))
+        for stages in placement.stages_of
+    )
