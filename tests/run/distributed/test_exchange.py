@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.run.distributed.ranks import Ranks
+from tests.support.ranks import Ranks
 from torch import nn
 
 from pipecut.run import differences, digest, exchange
