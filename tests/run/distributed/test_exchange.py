@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.support.ranks import Ranks
 from torch import nn
 
 from pipecut.run import differences, digest, exchange
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
