@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import InputError
 from ..schedule.placement import Placement
+from ..stage.dtensor import is_distributed
 from ..stage.examples import check_gradients, tensors_of
-from ..stage.microbatch.tensors import is_distributed
 from . import tensor_meta
 from .pipe_info import PipeInfo
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta

@@ -69,13 +69,7 @@ class _Calls:
     samples: list[int]
     sizes: list[tuple[int, ...]]
     roots: list[Mapping[int, Tensor]]
-    cut: bool = True  # whether anything was cut, or everything goes to all microbatches
-    dims: tuple[int | None, ...] = ()  # along which the leaves were cut, those of `args` first
-
-    @property
-    def samples_first(self) -> bool:
-        """Whether all that was cut has its samples in dim 0."""
-        return all(dim in (None, 0) for dim in self.dims)
+    made: Microbatches
 
 
 def cut_traced(
@@ -93,7 +87,7 @@ def cut_traced(
     for root in roots:
         known = sizes_of(call.dims, root)
         sizes.append(tuple(known[str(symbol)] for symbol in symbols))
-    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made.sizes is not None, made.dims)
+    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made)
 
 
 def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> _Calls:
@@ -102,7 +96,7 @@ def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, s
     sizes: list[tuple[int, ...]] = [
         (_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)
     ]
-    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made.sizes is not None, made.dims)
+    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made)
 
 
 def _samples(made: Microbatches, chunks: int) -> list[int]:
@@ -178,9 +172,9 @@ class BatchMaker:
             if calls is not None and rank == self.first:
                 batch.args, batch.kwargs, batch.roots = calls.args, calls.kwargs, calls.roots
             elif self.info is None and given.kwargs:
-                batch.kwargs = self._own_kwargs(rank, given.kwargs, shared.samples)
+                batch.kwargs = self._own_kwargs(rank, given.kwargs, shared)
             if rank == self.last:
-                self._give_target(batch, given.target, shared.samples_first)
+                self._give_target(batch, given.target, shared)
             batches[rank] = batch
         return batches
 
@@ -195,7 +189,7 @@ class BatchMaker:
         calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
         first = next(stage for stage in self.stages if stage.is_first)
         first.validate_tensors("input_args", first.input_args, calls.args[0], in_part=bool(calls.kwargs[0]))
-        check_given(first, calls.args[0], calls.kwargs[0], calls.dims)
+        check_given(first, calls.args[0], calls.kwargs[0], calls.made.dims)
         return calls
 
     def _share(self, training: bool, calls: _Calls | None) -> _Shared:
@@ -205,12 +199,13 @@ class BatchMaker:
         seed = 0 if self.seeds is None else self.seeds.next(training=training)
         numbers = None
         if calls is not None:
-            numbers = [seed, int(calls.samples_first)]
+            numbers = [seed, int(calls.made.samples_first), int(calls.made.in_order)]
             weights = self._weights_of(calls, training)
             for nth, (samples, sizes) in enumerate(zip(calls.samples, calls.sizes, strict=True)):
                 numbers += [samples, as_integer(-1.0 if weights is None else weights[nth]), *sizes]
         kind = STEP if training else EVAL
-        seed, first, *rest = self.connection.share(kind, self.first, numbers, 2 + self.microbatches * width)
+        header = self.connection.share(kind, self.first, numbers, 3 + self.microbatches * width)
+        seed, first, in_order, *rest = header
         rows = [rest[nth * width :][:width] for nth in range(self.microbatches)]
         told = [from_integer(row[1]) for row in rows]
         return _Shared(
@@ -218,6 +213,7 @@ class BatchMaker:
             [tuple(row[2:]) for row in rows],
             None if -1.0 in told else told,
             bool(first),
+            bool(in_order),
             seed,
         )
 
@@ -235,21 +231,28 @@ class BatchMaker:
             return None
         return self.weighing.of(named, training=training)
 
-    def _own_kwargs(self, rank: int, kwargs: Mapping[str, Any], samples: list[int]) -> list[dict[str, Any]]:
+    def _own_kwargs(self, rank: int, kwargs: Mapping[str, Any], shared: _Shared) -> list[dict[str, Any]]:
         """The keyword arguments that a module cut by hand gets on its own rank."""
         own = cut_by_hand((), kwargs, self.microbatches, (None, self.specs[1]))
-        if own.cut and own.samples != samples:
+        if own.made.sizes is not None and own.samples != shared.samples:
             raise InputError(
                 f"the keyword arguments of rank {rank} have {sum(own.samples)} samples, and the batch has "
-                f"{sum(samples)}: pass those of the whole batch"
+                f"{sum(shared.samples)}: pass those of the whole batch"
+            )
+        if own.made.sizes is not None and own.made.in_order != shared.in_order:
+            raise InputError(
+                f"the keyword arguments of rank {rank} and the inputs of the first stage are not cut into the same "
+                "samples: give them the same spec in args_chunk_spec= and kwargs_chunk_spec="
             )
         return own.kwargs
 
-    def _give_target(self, batch: Batch, target: Any, samples_first: bool) -> None:
+    def _give_target(self, batch: Batch, target: Any, shared: _Shared) -> None:
         """What the loss needs, on the rank of the last stage."""
+        batch.in_order = shared.in_order
         self.objective.check(target, batch.loss_kwargs, training=batch.training)
         if target is not None:
-            batch.targets = cut_target(target, batch.samples, self.target_spec, samples_first=samples_first)
+            first, in_order = shared.samples_first, shared.in_order
+            batch.targets = cut_target(target, batch.samples, self.target_spec, samples_first=first, in_order=in_order)
         if self.weighing is not None and self.weighing.source != "arguments":
             keywords = batch.kwargs or [{}] * self.microbatches
             parts = batch.targets if self.weighing.source == "target" else keywords
@@ -263,5 +266,6 @@ class _Shared:
     samples: list[int]
     sizes: list[tuple[int, ...]]
     weights: list[float] | None
-    samples_first: bool  # whether all inputs that are cut have their samples in dim 0
+    samples_first: bool  # True if all inputs that are cut have their samples in dim 0
+    in_order: bool  # True if the microbatches hold consecutive samples
     seed: int  # of the random numbers

@@ -21,7 +21,8 @@ def _refuse_unmergeable(result: Any, batch: Batch, microbatch: int) -> None:
     """An output that cannot be put together is refused before there are gradients."""
     check_merge_spec(result, batch.merge_spec)
     if batch.merge_spec is None and len(batch.samples) > 1:
-        merge_chunks([result], None, sizes=[batch.samples[microbatch]], rows=_known_rows(batch, [microbatch]))
+        sizes, rows = [batch.samples[microbatch]], _known_rows(batch, [microbatch])
+        merge_chunks([result], None, sizes=sizes, rows=rows, in_order=batch.in_order)
 
 
 def _known_rows(batch: Batch, microbatches: Sequence[int]) -> list[set[int]]:
@@ -40,7 +41,9 @@ def merged(batch: Batch, losses: Losses, *, scaled: bool) -> Any:
     if len(results) == 1 and batch.merge_spec is None:
         return results[0]  # whatever it is
     rows = _known_rows(batch, sorted(batch.results))
-    output = merge_chunks(results, batch.merge_spec, sizes=batch.samples, weights=batch.loss_weights, rows=rows)
+    output = merge_chunks(
+        results, batch.merge_spec, batch.samples, weights=batch.loss_weights, rows=rows, in_order=batch.in_order
+    )
     if scaled or batch.loss_place is None or batch.merge_spec is not None:
         return output
     leaves, structure = flatten(output)

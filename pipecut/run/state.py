@@ -28,6 +28,7 @@ class Batch:
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     keep_results: bool = True
     merge_spec: Any = None  # how the results are put together
+    in_order: bool = True  # False if the microbatches do not hold consecutive samples
     seed: int = 0  # of the random numbers
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)

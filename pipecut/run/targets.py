@@ -1,4 +1,4 @@
-"""The target of a batch cut into those of its microbatches."""
+"""Cut the target of a batch into those of its microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..pipe_ir import unflatten
-from ..stage import Replicate, Rule, TensorChunkSpec, cut, cut_dim, match_specs, open_value
+from ..stage import Rule, match_specs, open_value
 
 _SPEC = "target_chunk_spec"
 _REMEDY = (
@@ -19,68 +19,83 @@ _REMEDY = (
 )
 
 
-def cut_target(target: Any, samples: Sequence[int], spec: Any = None, *, samples_first: bool = True) -> list[Any]:
-    """The targets of the microbatches: rows that belong to their samples, also if there are several to a sample.
+def cut_target(
+    target: Any, samples: Sequence[int], spec: Any = None, *, samples_first: bool = True, in_order: bool = True
+) -> list[Any]:
+    """Cut a target into the rows that belong to the samples of each microbatch, also if there are several to a sample.
 
-    The spec is TensorChunkSpec(dim), Replicate(), or a nested value of these; by default the samples are in dim 0. That
-    is refused if not all inputs have their samples there, unless the target is one value for each sample; and several
-    rows to a sample are refused if parts of the target differ in their number.
+    The spec is TensorChunkSpec(dim), Replicate(), another ChunkSpec, or a nested value of these; by default the samples
+    are in dim 0. That raises an error if not all inputs have their samples there (`samples_first`), unless the target
+    is one value for each sample; and if several rows to a sample are possible and parts of the target differ in their
+    number. `in_order` says that the microbatches hold consecutive samples, as those of the target must then.
 
     >>> import torch
+    >>> from pipecut import TensorChunkSpec
     >>> [part.tolist() for part in cut_target(torch.arange(6).reshape(2, 3), [2, 1], TensorChunkSpec(1))]
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     leaves, structure = open_value(target)
-    rules = match_specs(spec, structure, _SPEC, (TensorChunkSpec, Replicate))
+    rules = match_specs(spec, structure, _SPEC, "cut")
     names = ["target" + "".join(path) for path in structure.paths()]
     parts = [
-        _Leaf(name, leaf, rule.spec is None, _dim(name, leaf, rule, sum(samples), samples_first))
-        for name, leaf, rule in zip(names, leaves, rules, strict=True)
+        _leaf(name, value, rule, sum(samples), samples_first or not in_order)
+        for name, value, rule in zip(names, leaves, rules, strict=True)
     ]
-    _refuse_doubtful([part for part in parts if part.rows is not None], samples)
+    counted = [part for part in parts if part.rows is not None]
+    _check_order(counted, in_order)
+    _refuse_doubtful(counted, samples)
     columns = [part.cut(samples) for part in parts]
     return [unflatten(structure, [column[nth] for column in columns]) for nth in range(len(samples))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Leaf:
-    """One leaf of a target, and how it is cut."""
+    """One leaf of a target, and the spec that cuts it."""
 
     name: str
     value: Any
-    by_default: bool  # no spec was given for it
-    dim: int | None  # in which it has its samples; None if it goes to every microbatch whole
+    rule: Rule
+    rows: int | None  # None if it goes to every microbatch whole
+    dim: int | None = None  # in which it has its rows, if it is cut along a dim
 
     @property
-    def rows(self) -> int | None:
-        """How many rows there are to be cut, of a tensor."""
-        is_cut = self.dim is not None and isinstance(self.value, Tensor)
-        return self.value.shape[self.dim] if is_cut else None
+    def by_default(self) -> bool:
+        return not self.rule.given
 
     def has_elsewhere(self, samples: int) -> bool:
-        """Whether another dim than the first has as many entries as there are samples."""
+        """Return True if another dim than the first has as many entries as there are samples."""
         return samples in self.value.shape[1:]
 
-    def cut(self, samples: Sequence[int]) -> list[Any]:
-        """The parts of the microbatches."""
-        if self.dim is None:
+    def cut(self, samples: Sequence[int]) -> Sequence[Any]:
+        """Return the parts of the microbatches."""
+        if self.by_default and self.rows is None:
             return [self.value] * len(samples)
         each = 1 if self.rows is None else self.rows // sum(samples)
-        return cut(self.value, self.dim, [each * size for size in samples])
+        return self.rule.spec.cut(self.value, [each * size for size in samples], self.name)
 
 
-def _dim(name: str, leaf: Any, rule: Rule, total: int, samples_first: bool) -> int | None:
-    """The dim in which a leaf has its samples; None if it goes to every microbatch whole."""
-    if rule.spec is not None:
-        return cut_dim(name, leaf, rule)
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return None
-    if not samples_first and tuple(leaf.shape) != (total,):
+def _leaf(name: str, value: Any, rule: Rule, total: int, samples_first: bool) -> _Leaf:
+    if rule.given:
+        return _Leaf(name, value, rule, rule.spec.samples(value, name), rule.spec.cut_dim(value, name))
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return _Leaf(name, value, rule, None)
+    if not samples_first and tuple(value.shape) != (total,):
         raise InputError(
-            f"{name} has the shape {list(leaf.shape)}, and it is not known in which dim its {total} samples are, for "
+            f"{name} has the shape {list(value.shape)}, and it is not known in which dim its {total} samples are, for "
             f"inputs have theirs in another dim than 0: {_REMEDY}"
         )
-    return 0
+    return _Leaf(name, value, rule, value.shape[0], 0)
+
+
+def _check_order(parts: Sequence[_Leaf], in_order: bool) -> None:
+    """Raise if inputs and target would be cut into different samples."""
+    for part in parts:
+        if part.rule.spec.keeps_order != in_order:
+            inputs, target = ("", "not ") if in_order else ("not ", "")
+            raise InputError(
+                f"the inputs are {inputs}cut into consecutive samples, and {part.name} is {target}cut so by "
+                f"{part.rule.spec!r}: make the schedule with a target_chunk_spec= that cuts it like the inputs"
+            )
 
 
 def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
@@ -88,7 +103,7 @@ def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
     total = sum(samples)
     for part in parts:
         if part.rows is not None and part.rows % total:
-            where = "rows" if part.dim == 0 else f"entries along dim {part.dim}"
+            where = "rows" if part.dim in (None, 0) else f"entries along dim {part.dim}"
             raise InputError(
                 f"the {part.name} has {part.rows} {where}, and the batch {total} samples: give that of the whole "
                 "batch, with the same number of rows for each sample; if its samples are in another dim, or it has "

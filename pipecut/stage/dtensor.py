@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +12,19 @@ from torch import Tensor, nn
 
 from ..errors import StageMetadataError
 from ..text import dtype_name, shape_text
-from .microbatch.tensors import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_distributed(value: Any) -> TypeIs[DTensor]:
+    """Return True for a DTensor, without importing its module: while it is not imported, there is no DTensor."""
+    if type(value) is Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class MeshKey(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import StageMetadataError
 from ..pipe_ir import flatten
-from .microbatch.tensors import is_distributed
+from .dtensor import is_distributed
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...errors import InputError
-from ..dtensor import text_of
-from ..microbatch.tensors import is_distributed
+from ..dtensor import is_distributed, text_of
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 

@@ -1,16 +1,28 @@
-"""A call cut into those of the microbatches, and their results put together again."""
+"""Cut a call into those of the microbatches, and merge their results: begin with spec.py.
 
-from .merge import merge_chunks
-from .spec import CustomReducer, LossReducer, Replicate, TensorChunkSpec, sum_reducer
+A `ChunkSpec` says how one value is cut and merged. `split_by_specs` and `merge_chunks` match specs with the leaves of
+nested values and leave the rest to them: a new kind of spec is one class.
+"""
+
+from .calls import batch_dims, open_value
+from .matching import Rule, match_specs
+from .merge import check_merge_spec, merge_chunks
+from .spec import ChunkSpec, CustomReducer, LossReducer, Replicate, TensorChunkSpec, sum_reducer
 from .split import Microbatches, split_args_kwargs_into_chunks, split_by_dims, split_by_specs, split_tensor
 
 __all__ = [
+    "ChunkSpec",
     "CustomReducer",
     "LossReducer",
     "Microbatches",
     "Replicate",
+    "Rule",
     "TensorChunkSpec",
+    "batch_dims",
+    "check_merge_spec",
+    "match_specs",
     "merge_chunks",
+    "open_value",
     "split_args_kwargs_into_chunks",
     "split_by_dims",
     "split_by_specs",

@@ -1,8 +1,10 @@
-"""The arguments of a call as leaves, each under the name that the user knows it by."""
+"""Open the arguments of a call into leaves, each under the name that the user knows it by.
+
+A trace also knows in which dim of each input the samples of the batch lie: see `batch_dims`.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import inspect
 import itertools
@@ -11,10 +13,11 @@ from typing import Any
 
 import sympy
 
-from ...errors import InputError, TooFewSamplesError
+from ...errors import InputError
 from ...pipe_ir import LEAF, Atom, Path, Structure, TensorSpec, TracedCall, flatten, unflatten
-from .spec import Replicate, Rule, Spec, TensorChunkSpec, written_call
-from .tensors import even_sizes, is_block_mask, samples_of
+from .tensors import is_block_mask
+
+_REMEDY = "say where the samples are with args_chunk_spec and kwargs_chunk_spec: TensorChunkSpec(dim) or Replicate()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Call:
 
 
 def open_call(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, signature: inspect.Signature | None) -> Call:
-    """A call's leaves, named by the parameters of the signature if there is one."""
+    """Flatten a call; its leaves are named by the parameters of the signature if there is one."""
     if not isinstance(args, tuple | list):
         raise InputError(
             f"args must be a tuple of positional arguments, got {type(args).__name__}; for a single one write (x,)"
@@ -49,7 +52,7 @@ def open_call(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, signature
 
 
 def open_value(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
-    """`flatten`, in which a BlockMask is one leaf even where the user registered it as a pytree."""
+    """Flatten a value; a BlockMask is one leaf even where the user registered it as a pytree."""
     leaves, structure = flatten(value, holders=holders)
     return _close_masks(structure, iter(leaves))
 
@@ -69,7 +72,7 @@ def _close_masks(structure: Structure, leaves: Iterator[Any]) -> tuple[list[Any]
 
 
 def _names_by_place(args: Structure, kwargs: Structure) -> list[str]:
-    """The leaves of a call without a signature: `args[0]['ids']` for a positional one, `mask` for a keyword.
+    """Name the leaves of a call without a signature: `args[0]['ids']` for a positional one, `mask` for a keyword.
 
     >>> _names_by_place(flatten(({"ids": 1},))[1], flatten({"mask": 2})[1])
     ["args[0]['ids']", 'mask']
@@ -78,7 +81,7 @@ def _names_by_place(args: Structure, kwargs: Structure) -> list[str]:
 
 
 def _names_by_signature(signature: inspect.Signature, args: Structure, kwargs: Structure) -> list[str]:
-    """The leaves of a call under the names of the parameters, as in `TracedInput.path`.
+    """Name the leaves of a call by the parameters of a signature, as in `TracedInput.path`.
 
     >>> def forward(x, *rest, scale=1.0, **options): ...
     >>> structures = [flatten(value)[1] for value in ((1, {"ids": 2}), {"mask": 3})]
@@ -98,7 +101,7 @@ def _names_by_signature(signature: inspect.Signature, args: Structure, kwargs: S
 
 @dataclasses.dataclass(frozen=True)
 class _Nth(Atom):
-    """Stands for the nth leaf of a call while it is bound to a signature."""
+    """A stand-in for the nth leaf of a call while it is bound to a signature."""
 
     index: int
 
@@ -111,94 +114,12 @@ def _leaf_count(structure: Structure) -> int:
     return sum(1 for _ in structure.paths())
 
 
-# MERGED: How many samples a call has, which all arguments that are cut must agree on.
-
-
-def agreed_sizes(
-    call: Call,
-    chunks: int,
-    dims: Sequence[int | None],
-    rules: Sequence[Rule],
-    knows_batch: bool,
-    fewer: bool = False,
-) -> tuple[int, ...] | None:
-    """The sizes of the microbatches; None if no leaf is cut. `dims` and `rules` are those of the leaves.
-
-    With `fewer`, too few samples make fewer microbatches, of one sample each.
-    """
-    samples = {
-        index: samples_of(leaf, dim)
-        for index, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True))
-        if dim is not None
-    }
-    if not samples:
-        return None
-    if len(set(samples.values())) > 1:
-        remedy = _same_batch() if knows_batch else _other_specs(call, dims, rules, samples)
-        raise InputError("\n".join([*_disagreement(call, chunks, dims, samples), *remedy]))
-    first, total = next(iter(samples.items()))
-    if fewer and 0 < total < chunks:
-        return even_sizes(total, total)
-    if total < chunks:
-        place = f"{call.names[first]} has shape {list(call.leaves[first].shape)}, cut along dim {dims[first]}"
-        most = f", or ask for fewer microbatches, at most {total}" if total else ""
-        raise TooFewSamplesError(
-            f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches ({place}): "
-            f"pass at least {chunks}{most}"
-        )
-    return even_sizes(total, chunks)
-
-
-def _disagreement(call: Call, chunks: int, dims: Sequence[int | None], samples: Mapping[int, int]) -> list[str]:
-    return [
-        f"the arguments to be cut into {chunks} microbatches do not have the same number of samples:",
-        *(
-            f"  {call.names[index]} of shape {list(call.leaves[index].shape)} has {count} along dim {dims[index]}"
-            for index, count in samples.items()
-        ),
-    ]
-
-
-def _same_batch() -> list[str]:
-    return ["for the model they are the samples of one batch: pass as many in each"]
-
-
-def _other_specs(
-    call: Call, dims: Sequence[int | None], rules: Sequence[Rule], samples: Mapping[int, int]
-) -> list[str]:
-    """What to write if the arguments that differ from most of the others are not of the batch."""
-    ((batch, _),) = collections.Counter(samples.values()).most_common(1)
-    odd = [index for index, count in samples.items() if count != batch]
-    specs = [
-        _wished(leaf, None if index in odd else dim, rule, index in odd)
-        for index, (leaf, dim, rule) in enumerate(zip(call.leaves, dims, rules, strict=True))
-    ]
-    return [
-        f"if {' and '.join(call.names[index] for index in odd)} should go to every microbatch whole, write",
-        f"  {written_call(call.args, call.kwargs, specs)}",
-        "and if the samples lie along another dim, TensorChunkSpec(dim) there",
-    ]
-
-
-def _wished(leaf: Any, dim: int | None, rule: Rule, odd: bool) -> Spec | None:
-    if dim is not None:
-        return TensorChunkSpec(dim)
-    # What nobody cuts, such as a number, needs no spec: it stays whole inside anything that is cut.
-    return Replicate() if odd or rule.spec is not None or is_block_mask(leaf) else None
-
-
-# MERGED: In which dim of each input a trace has the batch.
-
-
-_REMEDY = "say where the samples are with args_chunk_spec and kwargs_chunk_spec: TensorChunkSpec(dim) or Replicate()"
-
-
 def batch_dims(call: TracedCall) -> dict[str, int | None] | None:
-    """The batch's dim in each tensor input, None for an input without it; for `split_by_dims`.
+    """Return the batch's dim in each tensor input, None for an input without it; for `split_by_dims`.
 
-    The batch is the size that the user calls so, or else the symbolic size of dim 0 of inputs. If there are several, or
-    if an input has it in a way that cannot be cut, that is an error. The whole result is None if there is none: the
-    trace holds for one size only.
+    The batch is the size that the user calls so, otherwise the symbolic size of dim 0 of inputs. Several such sizes, or
+    an input that has it in a way that cannot be cut, are an error. The whole result is None if there is no such size:
+    the trace holds for one size only.
 
     >>> import torch
     >>> from torch import nn
@@ -223,7 +144,7 @@ def batch_dims(call: TracedCall) -> dict[str, int | None] | None:
 
 
 def _candidates(specs: Mapping[str, TensorSpec], named: Sequence[str]) -> list[sympy.Symbol]:
-    """The sizes that may be the batch: a name for another size says that it is not, unless it is the only one."""
+    """Return the sizes that may be the batch: one with another name is not, unless it is the only one."""
     symbols = sorted({symbol for spec in specs.values() for symbol in spec.symbols}, key=str)
     firsts = [symbol for symbol in symbols if any(symbol in spec.shape[:1] for spec in specs.values())]
     by_name = [symbol for symbol in symbols if str(symbol) == "batch" and "batch" in named]

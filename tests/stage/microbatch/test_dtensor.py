@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from pipecut.errors import InputError, PlacementError
-from pipecut.stage.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from pipecut.stage.microbatch.split import _split_tensor
+from pipecut.stage.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks, split_tensor
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ PLACEMENTS = [Replicate(), Shard(0), Shard(1), Partial()]
 @pytest.mark.parametrize("dim", [0, 1])
 def test_chunks_keep_mesh_and_placements(mesh: DeviceMesh, placement: Placement, dim: int) -> None:
     x = torch.randn(5, 7)
-    chunks = _split_tensor(placed(mesh, placement, x), TensorChunkSpec(dim), 3)
+    chunks = split_tensor(placed(mesh, placement, x), TensorChunkSpec(dim), 3)
     for chunk, rows in zip(chunks, x.tensor_split(3, dim), strict=True):
         assert isinstance(chunk, DTensor)
         assert (chunk.placements, chunk.device_mesh) == ((placement,), mesh)
@@ -59,7 +58,7 @@ def test_distributed_and_plain_arguments_are_cut_together(mesh: DeviceMesh) -> N
 
 def test_gradients_of_chunks_reach_the_whole(mesh: DeviceMesh) -> None:
     x = placed(mesh, Shard(1), torch.randn(5, 2)).requires_grad_()
-    for chunk in _split_tensor(x, TensorChunkSpec(0), 2):
+    for chunk in split_tensor(x, TensorChunkSpec(0), 2):
         (chunk * chunk).sum().to_local().backward()
     assert isinstance(x.grad, DTensor)
     torch.testing.assert_close(x.grad.to_local(), 2 * x.to_local())
@@ -106,7 +105,7 @@ def rows_stay_rows(rank: int, store: str) -> None:
     for placement in (Replicate(), Shard(0), Shard(1)):
         whole = distribute_tensor(x, mesh, [placement])
         for dim, chunks in ((0, 1), (0, 3), (0, 10), (1, 2)):
-            parts = _split_tensor(whole, TensorChunkSpec(dim), chunks)
+            parts = split_tensor(whole, TensorChunkSpec(dim), chunks)
             for part, rows in zip(parts, x.tensor_split(chunks, dim), strict=True):
                 assert isinstance(part, DTensor)
                 assert part.placements == (placement,)
@@ -115,7 +114,7 @@ def rows_stay_rows(rank: int, store: str) -> None:
             assert merged.placements == (placement,)
             assert torch.equal(merged.to_local(), whole.to_local()), (placement, dim, chunks)
         leaf = whole.detach().requires_grad_()
-        for part in _split_tensor(leaf, TensorChunkSpec(0), 3):
+        for part in split_tensor(leaf, TensorChunkSpec(0), 3):
             (part * part).sum().full_tensor().backward()
         assert torch.equal(leaf.grad.full_tensor(), 2 * x), placement
     dist.destroy_process_group()

@@ -18,9 +18,7 @@ from pipecut.stage.microbatch import (
     split_by_specs,
     split_tensor,
 )
-from pipecut.stage.microbatch.spec import _Replicate
-from pipecut.stage.microbatch.split import _split_tensor
-from pipecut.stage.microbatch.tensors import even_sizes
+from pipecut.stage.microbatch.split import even_sizes
 from tests.support.nested_values import assert_same
 
 
@@ -149,7 +147,7 @@ def test_a_spec_names_the_dim_also_from_the_end(dim: int) -> None:
     assert torch.equal(second, x[:, 3:])
 
 
-@pytest.mark.parametrize("replicate", [Replicate, Replicate(), _Replicate, _Replicate()], ids=repr)
+@pytest.mark.parametrize("replicate", [Replicate, Replicate()], ids=repr)
 def test_replicate_gives_the_same_object_to_all(replicate: Any) -> None:
     table = rows(7)
     args, _ = split_args_kwargs_into_chunks((rows(4), table), None, 2, (None, replicate))
@@ -238,10 +236,9 @@ def test_a_tensor_that_is_passed_twice_stays_one() -> None:
         assert each[0] is each[1][0] is others["again"]
 
 
-@pytest.mark.parametrize("split", [split_tensor, _split_tensor])
-def test_split_tensor(split: Callable[[Tensor, TensorChunkSpec, int], list[Tensor]]) -> None:
+def test_split_tensor() -> None:
     x = torch.arange(10).reshape(2, 5)
-    chunks = split(x, TensorChunkSpec(1), 3)
+    chunks = split_tensor(x, TensorChunkSpec(1), 3)
     assert [chunk.tolist() for chunk in chunks] == [[[0, 1], [5, 6]], [[2, 3], [7, 8]], [[4], [9]]]
 
 
