@@ -1,36 +1,25 @@
-"""pipeline(): trace a model, decide where to cut, cut it."""
+"""pipeline(): trace a model, find the cuts, cut it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from .errors import InputError, PipeError, SplitError
-from .pipe import Pipe
+from .errors import SplitError
+from .pipe import Pipe, check_is_uncut_model
 from .pipe_ir import Dynamic, ModelTracer, TracedModel, TracerName, check_tracer_name, warn_of_fixed_dims
 from .planning import AutomaticCuts, Balancing, CostName
 from .split import (
-    Modes,
     SplitPlan,
     SplitPoint,
     SplitPolicy,
-    assign_state,
-    check_is_uncut,
     check_split_spec,
-    compare_modes,
     cut_model,
     cuts_by_marks,
     cuts_by_policy,
     cuts_by_spec,
-    generated_paths,
-    hooks_to_trace,
-    owners_of_shared_buffers,
-    partition,
-    refuse_backward_hooks,
-    refuse_forgotten,
-    warn_of_assigned_attributes,
 )
 from .text import Memory
 
@@ -84,38 +73,58 @@ def pipeline(
     >>> pipe(torch.ones(3, 7, 8)).shape
     torch.Size([3, 7, 8])
     """
-    _check_request(module, split_spec, split_policy, num_stages)
     balancing = Balancing(cost, speeds, memory_limit)
-    balancing.check(num_stages)
+    cuts = RequestedCuts(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages, balancing)
     check_tracer_name(tracer)
-    model_tracer = ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic)
-    automatic = AutomaticCuts(num_stages, balancing, mb_args, mb_kwargs) if num_stages is not None else None
-    request = _Request(module, model_tracer, split_spec, split_policy, automatic)
-    traced, plan = request.traced_with_its_hooks()
-    warn_of_fixed_dims(traced)
-    return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
+    pipe = cut_model(ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic), cuts, Pipe)
+    warn_of_fixed_dims(pipe.traced)
+    return pipe
 
 
-def cut_where(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    find_cuts: Callable[[TracedModel], SplitPlan],
-) -> Pipe:
-    """Cut a model where a function of its trace says."""
-    _check_request(module, None, None, None)
-    request = _Request(module, ModelTracer("auto", module, args, kwargs), None, None, None)
-    request.find_cuts = find_cuts
-    traced, plan = request.traced_with_its_hooks()
-    return Pipe.of(cut_model(traced, plan, modes=request.modes(traced, plan)))
+class RequestedCuts:
+    """Finds the cuts that a call of pipeline() asks for, in each trace of its model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        split_spec: Mapping[str, SplitPoint] | None,
+        split_policy: SplitPolicy | None,
+        num_stages: int | None = None,
+        balancing: Balancing | None = None,
+    ) -> None:
+        _check_request(module, split_spec, split_policy, num_stages)
+        balancing = balancing or Balancing()
+        balancing.check(num_stages)
+        self.split_spec, self.split_policy = split_spec, split_policy
+        self.automatic = None if num_stages is None else AutomaticCuts(num_stages, balancing, args, kwargs)
+        self._warns = True
+
+    def __call__(self, traced: TracedModel) -> SplitPlan:
+        """Return the cuts of one trace; warn only for the first one."""
+        warns, self._warns = self._warns, False
+        self._check_marks(traced)
+        if self.split_spec is not None:
+            return cuts_by_spec(traced, self.split_spec, warns=warns)
+        if self.split_policy is not None:
+            return cuts_by_policy(traced, self.split_policy)
+        if self.automatic is not None:
+            return self.automatic.plan(traced)
+        return cuts_by_marks(traced, warns=warns)
+
+    def _check_marks(self, traced: TracedModel) -> None:
+        named = {"split_policy": self.split_policy, "num_stages": self.automatic}
+        other = next((name for name, value in named.items() if value is not None), None)
+        if other is not None and any(op.kind == "mark" for op in traced.operations):
+            raise SplitError(
+                f"the model has pipe_split() marks in its forward, and {other} says where to cut too; remove the marks "
+                f"or leave out {other}"
+            )
 
 
-def _check_request(module: object, split_spec: object, split_policy: object, num_stages: object) -> None:
-    if isinstance(module, Pipe):
-        raise PipeError("this model is cut already: it is a Pipe; call pipeline() with the model that it was made from")
-    if not isinstance(module, nn.Module):
-        raise InputError(f"pipeline() takes an nn.Module, got {type(module).__name__}")
-    check_is_uncut(module)
+def _check_request(module: nn.Module, split_spec: object, split_policy: object, num_stages: object) -> None:
+    check_is_uncut_model(module)
     given = {"split_spec": split_spec, "split_policy": split_policy, "num_stages": num_stages}
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
@@ -126,70 +135,3 @@ def _check_request(module: object, split_spec: object, split_policy: object, num
         raise SplitError(f"split_policy must be a function from GraphModule to GraphModule, got {split_policy!r}")
     if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
         raise SplitError(f"num_stages must be a whole number of at least 1, got {num_stages!r}")
-
-
-class _Request:
-    """One call of pipeline(): the model, the example and the way to find the cuts."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        tracer: ModelTracer,
-        split_spec: Mapping[str, SplitPoint] | None,
-        split_policy: SplitPolicy | None,
-        automatic: AutomaticCuts | None,
-    ) -> None:
-        self.module, self.tracer = module, tracer
-        self.split_spec, self.split_policy, self.automatic = split_spec, split_policy, automatic
-        self.live_hooks: set[str] = set()
-        self.find_cuts: Callable[[TracedModel], SplitPlan] | None = None
-
-    def trace(self, training: bool | None = None) -> TracedModel:
-        """The model traced as it is now known to be needed."""
-        return self.tracer.trace(self.live_hooks, training)
-
-    def traced_with_its_hooks(self) -> tuple[TracedModel, SplitPlan]:
-        """Trace and plan; once more if modules turn out to be cut whose hooks have to be part of the trace."""
-        traced = self.trace()
-        plan = self.plan(traced, warn=True)
-        programs = partition(traced, plan.ticks)
-        refuse_backward_hooks(traced, programs)
-        self.live_hooks = hooks_to_trace(traced, programs)
-        if self.live_hooks:
-            traced = self.trace()
-            plan = self.plan(traced)
-        programs = partition(traced, plan.ticks)
-        refuse_forgotten(traced, programs)
-        warn_of_assigned_attributes(traced, programs)
-        return traced, plan
-
-    def plan(self, traced: TracedModel, *, warn: bool = False) -> SplitPlan:
-        """Where to cut."""
-        if self.find_cuts is not None:
-            return self.find_cuts(traced)
-        has_marks = any(op.kind == "mark" for op in traced.operations)
-        named = {"split_policy": self.split_policy, "num_stages": self.automatic}
-        other = next((name for name, value in named.items() if value is not None), None)
-        if has_marks and other is not None:
-            raise SplitError(
-                f"the model has pipe_split() marks in its forward, and {other} says where to cut too; remove the marks "
-                f"or leave out {other}"
-            )
-        if self.split_spec is not None:
-            return cuts_by_spec(traced, self.split_spec, warn=warn)
-        if self.split_policy is not None:
-            return cuts_by_policy(traced, self.split_policy)
-        if self.automatic is not None:
-            return self.automatic.plan(traced)
-        return cuts_by_marks(traced, warn=warn)
-
-    def modes(self, traced: TracedModel, plan: SplitPlan) -> Modes:
-        """How the generated code follows train() and eval(); a second trace where the forward looks at the mode."""
-        programs = partition(traced, plan.ticks)
-        moody = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
-        if not moody & traced.mode_readers:
-            return Modes()
-        other = self.trace(training=not self.module.training)
-        other_programs = partition(other, self.plan(other).ticks)
-        assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
-        return compare_modes(traced, programs, other, other_programs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,3 +148,12 @@ class StepMetadataError(StepError, StageMetadataError):
 
 class PipeWarning(UserWarning):
     """Something works, but not in the way its author may expect."""
+
+
+def warn(message: str) -> None:
+    """Issue a PipeWarning at the line of the user's code that called pipecut, however deep in it this is called."""
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PipeWarning, stacklevel=level)

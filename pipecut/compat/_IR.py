@@ -10,13 +10,14 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from .. import api
+from ..api import RequestedCuts
 from ..errors import InputError
 from ..pipe import Pipe as OwnPipe
+from ..pipe_ir import ModelTracer, warn_of_fixed_dims
 from ..pipe_ir.flat_output import FlatOutput
 from ..pipe_ir.marker import pipe_split
 from ..pipe_ir.structure import flatten
-from ..split import SplitPoint, SplitPolicy
+from ..split import SplitPoint, SplitPolicy, cut_model
 from ..stage.replaced_attributes import ReplacedAttributes
 from ..text import listed
 from . import _backward, _unflatten
@@ -140,8 +141,9 @@ def pipeline(
     >>> type(pipeline(model, (torch.ones(3, 2),), split_spec={"1": SplitPoint.BEGINNING})(torch.ones(3, 2)))
     <class 'tuple'>
     """
-    pipe = Pipe.of(api.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
-    assert isinstance(pipe, Pipe)
+    cuts = RequestedCuts(module, mb_args, mb_kwargs, split_spec, split_policy)
+    pipe = cut_model(ModelTracer("auto", module, mb_args, mb_kwargs), cuts, Pipe)
+    warn_of_fixed_dims(pipe.traced)
     return pipe
 
 

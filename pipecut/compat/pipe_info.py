@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..pipe_ir import pipe as pipe_ir
+from .. import pipe_ir
 from ..pipe_ir.flat_output import FlatOutput
 from ..stage.replaced_attributes import ReplacedAttributes
 

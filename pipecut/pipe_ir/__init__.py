@@ -9,12 +9,11 @@ from .inputs import bind_inputs as bind_inputs
 from .inputs import read_example as read_example
 from .marker import is_mark as is_mark
 from .marker import pipe_split as pipe_split
-from .pipe import Edge as Edge
-from .pipe import Pipe as Pipe
-from .pipe import PipeInfo as PipeInfo
-from .pipe import RecomputedValue as RecomputedValue
-from .pipe import StageInfo as StageInfo
-from .pipe import TiedParameter as TiedParameter
+from .pipe_info import Edge as Edge
+from .pipe_info import PipeInfo as PipeInfo
+from .pipe_info import RecomputedValue as RecomputedValue
+from .pipe_info import StageInfo as StageInfo
+from .pipe_info import TiedParameter as TiedParameter
 from .sizes.dynamic import Dynamic as Dynamic
 from .sizes.faults import warn_of_fixed_dims as warn_of_fixed_dims
 from .sizes.symbols import sizes_of as sizes_of
@@ -35,6 +34,7 @@ from .traced import Condition as Condition
 from .traced import ConstantRef as ConstantRef
 from .traced import Context as Context
 from .traced import Fallback as Fallback
+from .traced import FixedDim as FixedDim
 from .traced import ModuleRef as ModuleRef
 from .traced import Opaque as Opaque
 from .traced import Operation as Operation
@@ -43,6 +43,7 @@ from .traced import Size as Size
 from .traced import Span as Span
 from .traced import Template as Template
 from .traced import TracedCall as TracedCall
+from .traced import TracedInput as TracedInput
 from .traced import TracedModel as TracedModel
 from .tracing.operators import PASS_THROUGH as PASS_THROUGH
 from .tracing.operators import operator_name as operator_name

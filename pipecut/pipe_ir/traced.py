@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -299,6 +301,12 @@ class TracedModel:
         """All spans, or those of one kind, in the order in which they begin."""
         return (span for span in self.root.walk() if kind is None or span.kind == kind)
 
-    def operations_within(self, begin: int, end: int) -> Iterator[Operation]:
-        """The operations with begin <= tick < end."""
-        return (op for op in self.operations if begin <= op.tick < end)
+    def operations_within(self, begin: int, end: int) -> tuple[Operation, ...]:
+        """Return the operations with begin <= tick < end."""
+        timed, ticks = self._timed
+        return timed[bisect.bisect_left(ticks, begin) : bisect.bisect_left(ticks, end)]
+
+    @functools.cached_property
+    def _timed(self) -> tuple[tuple[Operation, ...], list[int]]:
+        timed = tuple(op for op in self.operations if op.tick >= 0)
+        return timed, [op.tick for op in timed]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError, StageRunError
-from ..pipe_ir import Pipe, TracedModel, bind_inputs, flatten
+from ..pipe import Pipe
+from ..pipe_ir import TracedModel, bind_inputs, flatten
 from ..split import Times, Weights
 from ..stage import StageWeights, full_backward, input_backward, weight_backward
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from ..errors import InputError, SplitError
-from ..pipe_ir import Pipe, Ref, TracedModel, operator_name
+from ..pipe import Pipe
+from ..pipe_ir import Ref, TracedModel, operator_name
 from ..split import (
     BalancedCut,
     Chain,
@@ -18,7 +19,7 @@ from ..split import (
     Times,
     balanced_cut,
     chain_of,
-    cut_model,
+    cut_trace,
     operations_of,
     same_cuts,
     warn_of_a_giant,
@@ -79,7 +80,7 @@ def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
     for depth in [depth for depth in reversed(depths) if depth <= fine]:
         outer = _without_small_blocks(chain.up_to(depth), _LEAST_SHARE * goal)
         try:
-            return outer, cut_model(chain.traced, outer.plan(range(1, len(outer.times))), may_recompute=False)
+            return outer, cut_trace(chain.traced, outer.plan(range(1, len(outer.times))), Pipe, may_recompute=False)
         except SplitError:  # that many cuts tear something apart: fewer may not
             if depth == depths[0]:
                 raise
@@ -186,7 +187,7 @@ def refined_cut(
         if found.plan.ticks in tried:
             break
         with torch.random.fork_rng(), torch.enable_grad():
-            seen = measure_stages(cut_model(chain.traced, found.plan), values, device)
+            seen = measure_stages(cut_trace(chain.traced, found.plan, Pipe), values, device)
         loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(seen)]
         tried[found.plan.ticks] = max(loads), found
         if max(loads) <= _CLOSE * sum(loads) / len(loads):

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import InputError, PipeError, PlanError, SplitError, StageRunError, TooLittleMemoryError
+from ..pipe import Pipe
 from ..pipe_ir import HOOK_DICTS, TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
 from ..schedule import Placement, Report, search_schedule
-from ..split import Chain, SplitPlan, Weights, cut_model, giant_in, mean_of
+from ..split import Chain, SplitPlan, Weights, cut_trace, giant_in, mean_of
 from .candidate import Candidate, make_candidate, nothing_fits
 from .choices import Choice, in_flight
 from .costs import Stages
@@ -289,7 +290,7 @@ def rehearse(
 
     def prepare() -> Callable[[], dict[int, StageTimes]]:
         tell(f"running the stages of {choice.schedule}")
-        pipe = cut_model(traced, audition.cut)
+        pipe = cut_trace(traced, audition.cut, Pipe)
         rehearsal = Rehearsal(pipe, args, kwargs, {"batch": choice.microbatch}, recompute=choice.recompute)
         if group is not None:
             return rehearsal.prepare(ranks[dist.get_rank(group) % len(ranks)], audition.in_flight)

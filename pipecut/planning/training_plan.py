@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..api import cut_where
 from ..errors import InputError, SplitError
-from ..pipe import Pipe
-from ..pipe_ir import TracedModel
+from ..pipe import Pipe, check_is_uncut_model
+from ..pipe_ir import ModelTracer, TracedModel
 from ..run import PlannedSchedule
 from ..schedule import Plan, Report, drop_reduce_ties
-from ..split import SplitPlan, chain_of
+from ..split import SplitPlan, chain_of, cut_model
 from .candidate import Candidate
 from .choices import Choice
 from .costs import check_runs_twice, checkpoint_stage
@@ -42,7 +41,8 @@ def _cut_at_labels(
             )
         return SplitPlan(tuple(places[label] for label in labels))
 
-    return cut_where(model, args, kwargs, find_cuts)
+    check_is_uncut_model(model)
+    return cut_model(ModelTracer("auto", model, args, kwargs), find_cuts, Pipe)
 
 
 Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -1,16 +1,14 @@
 """Where and how to cut a traced model."""
 
-from .build import check_is_uncut
-from .cut import cut_model
+from .cut import cut_model as cut_model
+from .cut import cut_trace as cut_trace
 from .points import SplitPlan, SplitPoint, SplitPolicy, check_split_spec, cuts_by_marks, cuts_by_spec
 
 __all__ = [
     "SplitPlan",
     "SplitPoint",
     "SplitPolicy",
-    "check_is_uncut",
     "check_split_spec",
-    "cut_model",
     "cuts_by_marks",
     "cuts_by_spec",
 ]
@@ -25,11 +23,6 @@ from .balance.problem import Array as Array
 from .balance.solve import Blocks as Blocks
 from .balance.solve import Ranks as Ranks
 from .balance.solve import balance_of as balance_of
-from .build import generated_paths as generated_paths
-from .build import hooks_to_trace as hooks_to_trace
-from .build import refuse_backward_hooks as refuse_backward_hooks
-from .build import refuse_forgotten as refuse_forgotten
-from .build import warn_of_assigned_attributes as warn_of_assigned_attributes
 from .chain import TRAINED as TRAINED
 from .chain import Chain as Chain
 from .chain import StageCost as StageCost
@@ -41,10 +34,5 @@ from .cost.machine import Machine as Machine
 from .cost.machine import Times as Times
 from .cost.machine import mean_of as mean_of
 from .cost.operation import Weights as Weights
-from .modes import Modes as Modes
-from .modes import compare_modes as compare_modes
 from .points import cuts_by_policy as cuts_by_policy
-from .program import partition as partition
-from .state import assign_state as assign_state
 from .state import changed_state as changed_state
-from .state import owners_of_shared_buffers as owners_of_shared_buffers

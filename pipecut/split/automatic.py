@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import PipeWarning, SplitError
+from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
 from .balance.solve import Balance, balance
 from .chain import Chain, allowed_places
@@ -108,7 +107,7 @@ def warn_of_a_giant(found: BalancedCut) -> None:
     """Say which block alone is longer than a stage should be."""
     text = giant_in(found)
     if text is not None:
-        warnings.warn(text, PipeWarning, stacklevel=6)  # the call of pipeline()
+        warn(text)
 
 
 def giant_in(found: BalancedCut) -> str | None:

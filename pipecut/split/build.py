@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..errors import PipeError, PipeWarning, SplitError
+from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
 from .codegen.emit import Function
 from .program import Piece, walk
@@ -172,15 +171,6 @@ def _compile(function: Function, index: int) -> Callable[..., Any]:
     return forward
 
 
-def check_is_uncut(model: object) -> None:
-    """Refuse what pipeline() itself has made."""
-    if isinstance(model, nn.Module) and any(hasattr(type(module), "_pipecut_stage") for module in model.modules()):
-        raise PipeError(
-            f"this {type(model).__name__} is a stage of a model that is cut already; call pipeline() with "
-            "the model itself"
-        )
-
-
 # MERGED: What a module does besides its forward's tensors, once it is cut: hooks, and attributes that it sets.
 
 
@@ -194,12 +184,10 @@ def hooks_to_trace(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
     """The paths of modules that are cut and have forward hooks: these hooks must run during the trace."""
     hooked = {path for path in generated_paths(programs) if has_forward_hooks(traced.model.get_submodule(path))}
     for path in sorted(hooked):
-        warnings.warn(
+        warn(
             f"{path or type(traced.model).__name__!r} has a forward hook and is cut: what the hook does to tensors is "
             "part of the cut model, and all else that it does has happened once, during the trace; put the hook on a "
-            "module that is not cut to have it run at every call",
-            PipeWarning,
-            stacklevel=4,
+            "module that is not cut to have it run at every call"
         )
     return hooked
 
@@ -219,12 +207,10 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
     """Generated code works on tensors and buffers; a counter or a cache in a plain attribute stays as it is."""
     for path in sorted(generated_paths(programs) & traced.assigned_attributes.keys()):
         names = ", ".join(f"self.{name}" for name in traced.assigned_attributes[path])
-        warnings.warn(
+        warn(
             f"the forward of {path or type(traced.model).__name__!r} sets {names}, and is cut: the stages do not set "
             "it, and go on with the value that it had during the trace; keep state in buffers, or in a module that is "
-            "not cut",
-            PipeWarning,
-            stacklevel=4,
+            "not cut"
         )
 
 

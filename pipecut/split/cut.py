@@ -1,46 +1,107 @@
-"""From a traced model and a SplitPlan to a Pipe: the passes in order."""
+"""From a model to a Pipe: trace it, find the cuts, trace it again where that is needed, and cut it.
+
+`cut_model` decides how often a model is traced; `cut_trace` runs the passes over one trace, in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import sympy
 
-from ..pipe_ir import HERE, Pipe, RecomputedValue, StageInfo, TracedModel
-from .build import build_stage_module
+from ..pipe_ir import HERE, ModelTracer, RecomputedValue, StageInfo, TracedModel
+from .build import (
+    build_stage_module,
+    generated_paths,
+    hooks_to_trace,
+    refuse_backward_hooks,
+    refuse_forgotten,
+    warn_of_assigned_attributes,
+)
 from .codegen.emit import Emitter, Function
 from .codegen.expressions import Naming, name_values
 from .cost.operation import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
-from .modes import Modes
+from .modes import Modes, compare_modes
 from .points import SplitPlan
 from .program import Piece, WholeCall, conditions_of_generated_code, partition, used_by_items, walk
 from .recompute import recompute
-from .state import assign_state, find_ties, module_aliases, plain_references, unused_parameters
+from .state import (
+    assign_state,
+    find_ties,
+    module_aliases,
+    owners_of_shared_buffers,
+    plain_references,
+    unused_parameters,
+)
+
+FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
+PipeT = TypeVar("PipeT")
 
 
-def cut_model(
+def cut_model(tracer: ModelTracer, find_cuts: FindCuts, into: Callable[..., PipeT]) -> PipeT:
+    """Trace a model, find its cuts, and cut it there; `into` is the class that the cut model becomes.
+
+    The first trace shows which modules are cut. If some of these have forward hooks, the hooks must be part of a second
+    trace; if their forward looks at `training`, a trace in the other mode shows what differs there.
+    """
+    traced = tracer.trace()
+    plan = find_cuts(traced)
+    programs = partition(traced, plan.ticks)
+    refuse_backward_hooks(traced, programs)
+    live_hooks = hooks_to_trace(traced, programs)
+    if live_hooks:
+        traced = tracer.trace(live_hooks)
+        plan = find_cuts(traced)
+        programs = partition(traced, plan.ticks)
+    refuse_forgotten(traced, programs)
+    warn_of_assigned_attributes(traced, programs)
+    modes = Modes()
+    mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
+    if mode_dependent & traced.mode_readers:
+        other = tracer.trace(live_hooks, training=not traced.training)
+        other_programs = partition(other, find_cuts(other).ticks)
+        assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
+        modes = compare_modes(traced, programs, other, other_programs)
+    return _cut_programs(traced, plan, programs, modes, into)
+
+
+def cut_trace(
     traced: TracedModel,
     plan: SplitPlan,
+    into: Callable[..., PipeT],
     *,
-    modes: Modes | None = None,
     keep_modules: bool = True,
     may_recompute: bool = True,
-) -> Pipe:
-    """Cut a traced model into stages."""
-    names = name_values(traced)
+) -> PipeT:
+    """Cut one trace as it is, for its own mode.
+
+    With `keep_modules=False` all stages are generated code; with `may_recompute=False` every value is sent.
+    """
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
+    return _cut_programs(traced, plan, programs, Modes(), into, may_recompute)
+
+
+def _cut_programs(
+    traced: TracedModel,
+    plan: SplitPlan,
+    programs: tuple[Piece, ...],
+    modes: Modes,
+    into: Callable[..., PipeT],
+    may_recompute: bool = True,
+) -> PipeT:
+    names = name_values(traced)
     recomputed: tuple[RecomputedValue, ...] = ()
     if may_recompute:
-        programs, recomputed = recompute(traced, plan.ticks, programs, names, modes or Modes())
+        programs, recomputed = recompute(traced, plan.ticks, programs, names, modes)
     traced = replace(traced, conditions=conditions_of_generated_code(traced, programs))
     flows = flow(traced, plan.ticks, programs, names)
     holdings = assign_state(traced, programs)
     naming = Naming(traced, names, module_aliases(traced.model))
     functions = [
-        Emitter(naming, modes or Modes(), index).stage(
+        Emitter(naming, modes, index).stage(
             program, stage.inputs, _prologue(traced, program, stage, names), _returns(traced, flows, index)
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
@@ -51,7 +112,7 @@ def cut_model(
         for index in range(len(programs))
     )
     bounds = [traced.root.begin, *plan.ticks, traced.root.end + 1]
-    return Pipe(
+    return into(
         traced=traced,
         stages=modules,
         stage_infos=tuple(
@@ -74,7 +135,7 @@ def _returns(traced: TracedModel, flows: Flow, index: int) -> Any:
 
 
 def _prologue(traced: TracedModel, program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
-    """What a stage computes from its inputs before anything else."""
+    """Return the lines that a stage computes from its inputs before anything else."""
     lines = []
     for value in stage.inputs:
         order = wire_order(traced.operations[value], traced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from ..errors import PipeError, PipeWarning
+from ..errors import PipeError, warn
 from ..pipe_ir import Operation, Ref, TracedModel
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall
 from .state import written_state
@@ -63,11 +62,9 @@ def compare_modes(
     if not matcher.match_output():
         matcher.bound[len(programs_here) - 1, "", 0] = here.model.training
     if matcher.checkpoints_missing:
-        warnings.warn(
+        warn(
             f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation "
-            "mode; call model.train() before pipeline() to keep the checkpoints",
-            PipeWarning,
-            stacklevel=4,
+            "mode; call model.train() before pipeline() to keep the checkpoints"
         )
     return Modes(matcher.switches, matcher.bound, written)
 

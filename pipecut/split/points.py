@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import PipeWarning, SplitError
+from ..errors import SplitError, warn
 from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
 from ..text import did_you_mean, plural
 from .cost.operation import Weights
@@ -124,14 +123,14 @@ def check_split_spec(model: nn.Module, split_spec: object) -> None:
         raise SplitError("\n".join(faults))
 
 
-def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint], *, warn: bool = True) -> SplitPlan:
+def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint], *, warns: bool = True) -> SplitPlan:
     """The cuts at the beginnings and ends of modules, and at the model's own pipe_split() marks."""
-    return _joined_plan(traced, [*_marked(traced), *_named(traced, split_spec)], warn)
+    return _joined_plan(traced, [*_marked(traced), *_named(traced, split_spec)], warns)
 
 
-def cuts_by_marks(traced: TracedModel, *, warn: bool = True) -> SplitPlan:
+def cuts_by_marks(traced: TracedModel, *, warns: bool = True) -> SplitPlan:
     """The cuts at the model's own pipe_split() marks."""
-    return _joined_plan(traced, _marked(traced), warn)
+    return _joined_plan(traced, _marked(traced), warns)
 
 
 def _named(traced: TracedModel, split_spec: Mapping[str, SplitPoint]) -> list[Cut]:
@@ -182,18 +181,14 @@ def _marked(traced: TracedModel) -> list[Cut]:
     ]
 
 
-def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warn: bool) -> SplitPlan:
+def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warns: bool) -> SplitPlan:
     """A plan in which cuts with nothing between them, by marks or by names, count as one."""
     kept: list[Cut] = []
     for cut in sorted(cuts, key=lambda cut: cut.tick):
         if not kept or _has_work(traced, kept[-1].tick, cut.tick):
             kept.append(cut)
-        elif warn:
-            warnings.warn(
-                f"two cuts have nothing between them and count as one: {kept[-1].label} and {cut.label}",
-                PipeWarning,
-                stacklevel=6,
-            )
+        elif warns:
+            warn(f"two cuts have nothing between them and count as one: {kept[-1].label} and {cut.label}")
     return _checked_plan(traced, kept)
 
 

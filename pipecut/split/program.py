@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -177,23 +176,17 @@ class Wholeness:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.last_use = _last_uses(traced)
-        self._timed = [op for op in traced.operations if op.tick >= 0]
-        self._ticks = [op.tick for op in self._timed]
         self._buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
             for name, index in span.assigned_buffers.items()
         }
 
-    def operations(self, begin: int, end: int) -> list[Operation]:
-        """The operations with begin <= tick < end."""
-        return self._timed[bisect.bisect_left(self._ticks, begin) : bisect.bisect_left(self._ticks, end)]
-
     def runs_alone(self, span: Span) -> bool:
         """Whether calling the module's own code gives what was traced."""
         if not span.args.is_plain:
             return False
-        if any(op.kind == "mark" for op in self.operations(span.begin, span.end)):
+        if any(op.kind == "mark" for op in self.traced.operations_within(span.begin, span.end)):
             return False
         return not self._hidden_inputs(span) and not self._hidden_outputs(span)
 
@@ -243,7 +236,7 @@ class Wholeness:
     def _hidden_inputs(self, span: Span) -> list[str]:
         arguments = set(span.args.refs)
         hidden = []
-        for op in self.operations(span.begin, span.end):
+        for op in self.traced.operations_within(span.begin, span.end):
             for index in op.refs:
                 source = self.traced.operations[index]
                 inside = source.tick >= span.begin or source.kind == "constant"
@@ -257,7 +250,7 @@ class Wholeness:
         visible = {leaf.index for leaf, path in leaves if isinstance(leaf, Ref) and all(map(_ACCESS.match, path))}
         return [
             op.name
-            for op in self.operations(span.begin, span.end)
+            for op in self.traced.operations_within(span.begin, span.end)
             if self.last_use.get(op.index, -1) > span.end
             and op.index not in visible
             and not self._is_own_state(op.index, span.path)
@@ -375,7 +368,7 @@ class _Partitioner:
                 yield BufferUpdate(span.path, name, index, span.context)
 
     def _operations(self, begin: int, end: int) -> Iterator[Item]:
-        for op in self.wholeness.operations(begin, end):
+        for op in self.traced.operations_within(begin, end):
             if op.kind == "op" and not self.wholeness.is_dead(op):
                 self.wholeness.check_branches(op)
                 yield op

@@ -20,7 +20,6 @@ from .program import (
     Key,
     Piece,
     WholeCall,
-    Wholeness,
     decides_about_sizes,
     keys_in,
     used_by,
@@ -50,9 +49,8 @@ class _Repeatable:
             for index in op.writes
         }
         self._written |= {traced.operations[index].storage for span in _untraced(traced) for index in span.args.refs}
-        operations_of = Wholeness(traced).operations
         opaque = self._opaque_spans(programs)
-        self._barred = {op.index for span in opaque for op in operations_of(span.begin, span.end)}
+        self._barred = {op.index for span in opaque for op in traced.operations_within(span.begin, span.end)}
         self._barred |= modes.switches.keys()
         self._fixed = _buffers_to_copy(traced.model) - _changing_buffers(traced, modes)
         self._yes: set[int] = set()

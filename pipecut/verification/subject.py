@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..pipe_ir import Pipe, flatten
+from ..pipe import Pipe
+from ..pipe_ir import flatten
 from ..run import cut_by_hand, cut_traced
 from ..schedule import FAMILIES, Plan, known_name, plan_for
 from ..stage import PipelineStage, build_stage, is_distributed

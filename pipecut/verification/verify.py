@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InputError
-from ..pipe_ir import Pipe, flatten
+from ..pipe import Pipe
+from ..pipe_ir import flatten
 from ..schedule import Plan
 from ..text import listed
 from .compare import tolerance_for

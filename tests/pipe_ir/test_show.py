@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipecut import SplitPoint, pipeline
-from pipecut.pipe_ir.report import fold
+from pipecut.pipe.report import fold
 
 
 class Skipping(nn.Module):

@@ -131,7 +131,7 @@ def cannot_do_it(rank: int, what: str) -> None:
     places: dict[str, tuple[Any, str]] = {
         "measure": (chains.Machine, "measure"),
         "chain_of": (chains, "chain_of"),
-        "cut_model": (rehearse, "cut_model"),
+        "cut_trace": (rehearse, "cut_trace"),
         "prepare": (rehearse.Rehearsal, "prepare"),
     }
     owner, name = places[what]

@@ -103,7 +103,7 @@ def test_a_progress_that_fails_on_one_rank(two_ranks: Ranks, at: str) -> None:
     _fails_on_the_second(found, "RuntimeError", f"no more at {at}")
 
 
-@pytest.mark.parametrize("what", ["measure", "chain_of", "cut_model", "prepare"])
+@pytest.mark.parametrize("what", ["measure", "chain_of", "cut_trace", "prepare"])
 def test_a_step_that_fails_on_one_rank(two_ranks: Ranks, what: str) -> None:
     _fails_on_the_second(two_ranks.outcomes(cases.cannot_do_it, what), "OSError", f"no {what}")
 

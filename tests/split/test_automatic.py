@@ -128,7 +128,7 @@ def test_equal_blocks_are_measured_once_in_each_pass(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stage_times, "_some_runs", pretend)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 2)), torch.ones(4, 8)
     chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
-    assert len(calls) == 3 * stage_times.PASSES == 9
+    assert len(calls) == 3 * stage_times._PASSES == 9
     # The first layer has no input that needs a gradient: its backward is another one. The median is of the middle pass.
     assert [times.forward for times in chain.times] == [4.0, 5.0, 5.0, 5.0, 5.0, 6.0]
 

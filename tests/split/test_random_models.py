@@ -22,7 +22,7 @@ from pipecut import Pipe, SplitPoint, pipeline
 from pipecut.errors import PipeError, PipeWarning, SplitError
 from pipecut.pipe_ir.inputs import bind_inputs
 from pipecut.pipe_ir.tracing.run import trace
-from pipecut.split import SplitPlan, check_split_spec, cut_model, cuts_by_marks, cuts_by_spec
+from pipecut.split import SplitPlan, check_split_spec, cut_trace, cuts_by_marks, cuts_by_spec
 from tests.split.random_models import Case, Net, cases, leaves_of
 
 EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "80"))
@@ -397,7 +397,7 @@ def cut_both_ways(case: Case, model: Net) -> tuple[SplitPlan, list[Pipe]]:
     with ignored_warnings():
         traced = trace(model, args, kwargs)
         plan = cuts_by_spec(traced, spec) if spec else cuts_by_marks(traced)
-    return plan, [cut_model(traced, plan, keep_modules=keep_modules) for keep_modules in (True, False)]
+    return plan, [cut_trace(traced, plan, Pipe, keep_modules=keep_modules) for keep_modules in (True, False)]
 
 
 def check_case(case: Case, tally: Counter[str]) -> None:

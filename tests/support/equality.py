@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import pipecut
-from pipecut.pipe_ir.pipe import Pipe
+from pipecut.pipe import Pipe
 from pipecut.pipe_ir.tracing.run import trace
-from pipecut.split import SplitPoint, cut_model, cuts_by_marks, cuts_by_spec
+from pipecut.split import SplitPoint, cut_trace, cuts_by_marks, cuts_by_spec
 from tests.support.nested_values import Call, assert_same, fresh, tensors_in
 from tests.support.separate_stages import SeparateRanks, backward_from
 from tests.support.stage_names import Fingerprint, assert_same_names
@@ -75,7 +75,7 @@ def rebuild_all(model: nn.Module, call: Call, split_spec: SplitSpec | None) -> P
     """The same cut, with every module rebuilt from its traced operations."""
     traced = trace(model, *call)
     plan = cuts_by_spec(traced, split_spec) if split_spec else cuts_by_marks(traced)
-    return cut_model(traced, plan, keep_modules=False)
+    return cut_trace(traced, plan, Pipe, keep_modules=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipecut.pipe import Pipe
+from pipecut.pipe_ir import Edge
 from pipecut.pipe_ir.inputs import bind_inputs
-from pipecut.pipe_ir.pipe import Edge, Pipe
 from tests.support.nested_values import Call, tensors_in
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from pipecut.pipe_ir.pipe import Pipe
+from pipecut.pipe import Pipe
 from tests.support.nested_values import assert_same
 
 

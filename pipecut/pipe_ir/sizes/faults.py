@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 
-from ...errors import PipeWarning
+from ...errors import warn
 from ..spec import Dim
 from ..traced import Condition, FixedDim, Operation, TracedCall, TracedInput, TracedModel
 from ..tracing.operators import operator_name
@@ -165,7 +164,7 @@ def warn_of_fixed_dims(traced: TracedModel) -> None:
     if by_size:
         what = "\n".join(_told(entries) for entries in by_size.values())
         told = f"the trace of {type(traced.model).__name__} holds for some sizes only:\n{what}"
-        warnings.warn(told, PipeWarning, stacklevel=3)
+        warn(told)
 
 
 def _told(entries: Sequence[FixedDim]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ...errors import InputError, PipeWarning, SplitError, TraceError
+from ...errors import InputError, SplitError, TraceError, warn
 from ..copies import clone
 from ..eager.example_runs import kept_random_numbers, run_on_example
 from ..eager.modules import EagerModules, HiddenTieError
@@ -161,12 +160,10 @@ class ModelTracer:
         self._left_behind.update(new)
         if new:
             be = "is" if len(new) == 1 else "are"
-            warnings.warn(
+            warn(
                 f"{', '.join(new)} of {type(self.model).__name__} {be} set while a module runs that stays as it is. "
                 "Code outside of that module that reads them has been traced with what they were before: hand such "
-                "values over as tensors, in arguments and results",
-                PipeWarning,
-                stacklevel=7,
+                "values over as tensors, in arguments and results"
             )
 
     def _why_export_failed(self) -> str:
@@ -192,11 +189,9 @@ class ModelTracer:
         listed = "\n  ".join(
             f"{item.path!r} ({type(self.model.get_submodule(item.path)).__name__}): {item.reason}" for item in new
         )
-        warnings.warn(
+        warn(
             f"torch.export cannot trace all of {type(self.model).__name__}. These modules stay as they are and are not "
-            f"cut inside; all else is traced:\n  {listed}\nTo trace without this warning, pass tracer='fx'",
-            PipeWarning,
-            stacklevel=6,
+            f"cut inside; all else is traced:\n  {listed}\nTo trace without this warning, pass tracer='fx'"
         )
 
 

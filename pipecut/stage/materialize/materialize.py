@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InputError, PipeError
-from ...pipe_ir import Pipe, clone
+from ...pipe_ir import TiedParameter, TracedModel, clone
 from ...text import listed, tensor_text
 from .checkpoint import Checkpoint
 from .load import (
@@ -204,18 +204,24 @@ class Values:
         return self.init is not None or self.checkpoint is not None
 
 
-def materialize(pipe: Pipe, index: int, device: torch.device | str, values: Values) -> nn.Module:
+def materialize(
+    traced: TracedModel,
+    ties: Sequence[TiedParameter],
+    module: nn.Module,
+    index: int,
+    device: torch.device | str,
+    values: Values,
+) -> nn.Module:
     """A copy of a stage's module whose tensors are its own, on the device, with the values that were asked for."""
     device = _with_number(torch.device(device))
     _check_device(device)
-    _check_constants(pipe)
-    module = pipe.get_stage_module(index)
-    tensors = stage_tensors(pipe, index, device)
+    _check_constants(traced)
+    tensors = stage_tensors(traced, ties, module, index, device)
     checkpoint = None if values.checkpoint is None else open_checkpoint(values.checkpoint)
     if checkpoint is None:
-        _initialize(pipe, tensors, values, device)
+        _initialize(traced.model, tensors, values, device)
     else:
-        _load(pipe, index, tensors, checkpoint, values, device)
+        _load(traced.model, index, tensors, checkpoint, values, device)
     for tensor in tensors:
         # Not before: what an init function notes on a tensor that it has filled must not be there already.
         vars(tensor.new).update({**vars(tensor.old), **vars(tensor.new)})
@@ -236,13 +242,13 @@ def _check_device(device: torch.device) -> None:
         raise InputError("init and checkpoint give a stage values, which it cannot have on the meta device")
 
 
-def _initialize(pipe: Pipe, tensors: list[StageTensor], values: Values, device: torch.device) -> None:
+def _initialize(model: nn.Module, tensors: list[StageTensor], values: Values, device: torch.device) -> None:
     assert values.init is not None
-    initialize(pipe.traced.model, tensors, values.init, device)
+    initialize(model, tensors, values.init, device)
 
 
 def _load(
-    pipe: Pipe,
+    model: nn.Module,
     index: int,
     tensors: list[StageTensor],
     checkpoint: Checkpoint,
@@ -253,14 +259,14 @@ def _load(
     if values.dtype is not None:
         check_dtype(tensors, values.dtype)
     if values.strict:
-        check_names(checkpoint, wanted, pipe.traced.model, values.rename)
+        check_names(checkpoint, wanted, model, values.rename)
     check_forms(checkpoint, wanted, values.dtype)
     found = {tensor.name for tensor in wanted.found.values()}
     left = [tensor for tensor in tensors if tensor.name not in found]
     if values.init is None:
         check_all_filled(tensors, found, index)
     elif left:
-        _initialize(pipe, left, values, device)
+        _initialize(model, left, values, device)
     read(checkpoint, wanted)
 
 
@@ -277,8 +283,8 @@ def _load_extra_state(stage: nn.Module, checkpoint: Checkpoint, values: Values) 
             )
 
 
-def _check_constants(pipe: Pipe) -> None:
-    for op in pipe.traced.operations:
+def _check_constants(traced: TracedModel) -> None:
+    for op in traced.operations:
         if op.kind == "constant" and isinstance(op.constant, Tensor) and not has_values(op.constant):
             raise PipeError(
                 f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({op.name}, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ...errors import PipeError
-from ...pipe_ir import Pipe
+from ...pipe_ir import TiedParameter, TracedModel
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Shared:
 
 
 # A parameter that several stages hold is one tensor in a process too, so that it is stored and updated once.
-_shared: weakref.WeakKeyDictionary[Pipe, dict[tuple[str, torch.device], _Shared]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[TracedModel, dict[tuple[str, torch.device], _Shared]] = weakref.WeakKeyDictionary()
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -58,23 +58,30 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def stage_tensors(pipe: Pipe, index: int, device: torch.device) -> list[StageTensor]:
+def stage_tensors(
+    traced: TracedModel, ties: Sequence[TiedParameter], module: nn.Module, index: int, device: torch.device
+) -> list[StageTensor]:
     """A new tensor on the device for each of a stage, with the values that the old one has, if any."""
-    model = pipe.traced.model
+    model = traced.model
     groups: dict[int, list[str]] = {}
     group_of = {name: groups.setdefault(id(tensor), []) for name, tensor in named_tensors(model)}
     for name, group in group_of.items():
         group.append(name)
     held: dict[int, list[str]] = {}
     olds: dict[int, Tensor] = {}
-    for name, tensor in named_tensors(pipe.get_stage_module(index)):
+    for name, tensor in named_tensors(module):
         held.setdefault(id(tensor), []).append(name)
         olds[id(tensor)] = tensor
     saved = set(model.state_dict())
     made = []
     for key, names in held.items():
         everywhere = tuple(dict.fromkeys([*names, *group_of.get(names[0], ())]))
-        new = _new_tensor(pipe, index, everywhere, olds[key], device)
+        tie = next((tie for tie in ties if everywhere[0] in tie.names), None)
+        new = (
+            _empty_like(everywhere[0], olds[key], device)
+            if tie is None
+            else _tied_tensor(traced, tie, index, olds[key], device)
+        )
         made.append(StageTensor(everywhere, any(name in saved for name in everywhere), olds[key], new))
         if has_values(olds[key]):
             with torch.no_grad():
@@ -82,15 +89,12 @@ def stage_tensors(pipe: Pipe, index: int, device: torch.device) -> list[StageTen
     return made
 
 
-def _new_tensor(pipe: Pipe, index: int, names: tuple[str, ...], old: Tensor, device: torch.device) -> Tensor:
-    tie = next((tie for tie in pipe.tied_parameters if names[0] in tie.names), None)
-    if tie is None:
-        return _empty_like(names[0], old, device)
-    shared = _shared.setdefault(pipe, {})
+def _tied_tensor(traced: TracedModel, tie: TiedParameter, index: int, old: Tensor, device: torch.device) -> Tensor:
+    shared = _shared.setdefault(traced, {})
     known = shared.get((tie.names[0], device))
     tensor = None if known is None or index in known.stages else known.tensor()
     if known is None or tensor is None:  # the first one, or the stage is built anew
-        tensor = _empty_like(names[0], old, device)
+        tensor = _empty_like(tie.names[0], old, device)
         shared[tie.names[0], device] = known = _Shared(weakref.ref(tensor), set())
     known.stages.add(index)
     return tensor

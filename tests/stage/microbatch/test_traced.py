@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipecut import SplitPoint, pipeline
 from pipecut.errors import InputError
-from pipecut.pipe_ir.pipe import Pipe
+from pipecut.pipe import Pipe
 from pipecut.stage.microbatch import batch_dims, merge_chunks, split_by_dims
 
 

@@ -15,13 +15,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..pipe_ir import (
+    Condition,
+    Edge,
+    FixedDim,
+    RecomputedValue,
+    TensorSpec,
+    TracedInput,
+    TracedModel,
+    has_forward_hooks,
+)
 from ..text import counted, format_bytes, listed
-from .spec import TensorSpec
-from .traced import Condition, FixedDim, TracedInput, TracedModel
-from .tracing.run import has_forward_hooks
 
 if TYPE_CHECKING:
-    from .pipe import Edge, Pipe, RecomputedValue
+    from .pipe import Pipe
 
 
 WIDTH = 120

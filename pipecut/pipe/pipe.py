@@ -1,92 +1,29 @@
-"""The Pipe: a cut model, its stages, and the edges between them."""
+"""The Pipe: a cut model, which runs, explains itself and builds stages."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import sympy
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import InputError, PipeError
-from .flat_output import FlatOutput
-from .inputs import bind_inputs
+from ..pipe_ir import (
+    Edge,
+    PipeInfo,
+    RecomputedValue,
+    StageInfo,
+    TiedParameter,
+    TracedModel,
+    bind_inputs,
+    sizes_of,
+)
+from ..stage import CheckpointLike, InitFunction, PipelineStage, Values, build_stage, materialize
 from .report import Explanation, describe, explain, readable
-from .sizes.symbols import sizes_of
-from .spec import TensorSpec
-from .traced import TracedCall, TracedModel
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A value that one stage makes and another uses.
-
-    An "activation" goes from the stage that made it to one that uses it, however far. A "root input" is a model input
-    that a later stage uses; it comes from the first stage, where the data is.
-    """
-
-    value: int
-    name: str
-    kind: Literal["activation", "root input"]
-    source: int
-    target: int
-    spec: TensorSpec
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.source} -> {self.target} {self.spec}"
-
-
-@dataclass(frozen=True)
-class RecomputedValue:
-    """A value that a stage makes once more, since that costs less than to have it sent by the stage that made it."""
-
-    value: int
-    name: str
-    source: int
-    stage: int
-    spec: TensorSpec
-
-
-@dataclass(frozen=True)
-class TiedParameter:
-    """One parameter held by several stages; its gradient is the sum over all of them."""
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
-    owner: int
-
-
-@dataclass(frozen=True)
-class StageInfo:
-    """What goes in and out of a stage, in the order of its forward's arguments and results."""
-
-    index: int
-    inputs: tuple[int, ...]
-    input_names: tuple[str, ...]
-    outputs: tuple[int, ...]
-    output_names: tuple[str, ...]
-    modules: tuple[str, ...]
-    flops: sympy.Expr
-    code: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class PipeInfo:
-    """All that is known of a Pipe without its modules; small enough to send around.
-
-    `flat_output` says what a loss_fn and the caller of a step get of the model's output; None: all of it, as it is.
-    """
-
-    num_stages: int
-    stages: tuple[StageInfo, ...]
-    edges: tuple[Edge, ...]
-    tied_parameters: tuple[TiedParameter, ...]
-    unused_parameters: tuple[str, ...]
-    call: TracedCall
-    flat_output: FlatOutput | None = None
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -169,6 +106,50 @@ class Pipe:
             if info.index < self.num_stages - 1:
                 values.update(zip(info.outputs, made or (), strict=True))
         return result
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        init: InitFunction | None = None,
+        checkpoint: CheckpointLike | None = None,
+        dtype: torch.dtype | None = None,
+        strict: bool = True,
+        rename: Callable[[str], str] | None = None,
+    ) -> PipelineStage:
+        """One stage, its module moved to the device, for a schedule.
+
+        A model that was made on the meta device, or under `pipecut.empty_weights()`, has no values; its stages get them
+        here, each only its own, and the model stays as it is:
+
+        - `init`: a function that is called with modules, children before their parents, as `model.apply` does. Random
+          numbers depend on torch.initial_seed() and the module's name alone, not on the cut.
+        - `checkpoint`: a safetensors file, a directory of them (with an index or without), a file of torch.save, a
+          directory of torch.distributed.checkpoint, or a state dict. Only what the stage holds is read.
+
+        Shapes and dtypes of a checkpoint must be the model's. `dtype=torch.float32` converts other floating point
+        values to it, where it is the model's. `rename` turns the model's names into those of the checkpoint. With
+        `strict=False` names may differ: what the checkpoint does not hold comes from `init`, or is as in the model.
+
+        >>> from torch import nn
+        >>> from pipecut import pipeline
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> pipe = pipeline(model, (torch.ones(3, 4),), num_stages=2)
+        >>> def init(module: nn.Module) -> None:
+        ...     if isinstance(module, nn.Linear):
+        ...         module.reset_parameters()
+        >>> stage = pipe.build_stage(1, "cpu", init=init)
+        >>> list(stage.submod.state_dict()), stage.submod.get_parameter("1.weight").device
+        (['1.weight', '1.bias'], device(type='cpu'))
+        """
+        values = Values(init, checkpoint, dtype, strict, rename)
+        module = self.get_stage_module(stage_index)
+        if values.given:
+            module = materialize(self.traced, self.tied_parameters, module, stage_index, device, values)
+        return build_stage(module, stage_index, self.info(), device, group)
 
     def verify(self) -> None:
         """Check that every value is defined before its use, every edge has both ends, and no name is lost."""
@@ -270,3 +251,16 @@ class Pipe:
         return describe(self)
 
     __repr__ = __str__
+
+
+def check_is_uncut_model(module: object) -> None:
+    """Raise on anything but a model: pipeline() cuts no Pipe, and no stage of one."""
+    if isinstance(module, Pipe):
+        raise PipeError("this model is cut already: it is a Pipe; call pipeline() with the model that it was made from")
+    if not isinstance(module, nn.Module):
+        raise InputError(f"pipeline() takes an nn.Module, got {type(module).__name__}")
+    if any(hasattr(type(part), "_pipecut_stage") for part in module.modules()):
+        raise PipeError(
+            f"this {type(module).__name__} is a stage of a model that is cut already; call pipeline() with the model "
+            "itself"
+        )
