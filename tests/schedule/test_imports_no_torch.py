@@ -25,3 +25,5 @@ def test_the_public_names_are_there_when_asked_for() -> None:
     assert all(getattr(pipecut, name) is not None for name in pipecut.__all__)
     assert set(pipecut.__all__) <= set(dir(pipecut))
     assert not hasattr(pipecut, "pipelin")
+    assert not hasattr(pipecut, "ScheduleOfNobody")
+    assert pipecut._registered_schedule("Schedule1F1B") is pipecut.Schedule1F1B
