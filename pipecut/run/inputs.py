@@ -1,10 +1,10 @@
-"""What the user passed to a step, as the data of each rank that is here."""
+"""The arguments of a step, cut into microbatches, as the state of each rank that is in this process."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..pipe_ir import PipeInfo, TracedCall, ambient_autocast, bind_inputs, flatten, sizes_of
 from ..schedule import Plan
-from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, split_by_dims, split_by_specs
+from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, cut_rows, split_by_dims, split_by_specs
 from .connection import EVAL, STEP, Connection
 from .examples import check_given
 from .loss import Objective, Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
@@ -20,105 +20,15 @@ from .state import Batch, refuse_unknown
 from .targets import cut_target
 from .transport.base import Meta
 
-# MERGED: Whether the microbatches of a call fit the trace; if not, in the words of the whole call where that tells
-# MERGED: more.
-
-
-_REMEDY = (
-    "The trace holds for microbatches of the example's size: pass so large a batch; or, if the samples are in another "
-    "dim, make the schedule with args_chunk_spec or kwargs_chunk_spec: TensorChunkSpec(dim), or Replicate()"
-)
-
-
-def _bind_microbatches(
-    call: TracedCall, made: Microbatches, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Mapping[int, Tensor]]:
-    """The inputs of the model in each microbatch of a call."""
-    bound: list[Mapping[int, Tensor]] = []
-    for nth, (part, named) in enumerate(zip(made.args, made.kwargs, strict=True)):
-        try:
-            bound.append(bind_inputs(call, part, named))
-        except InputError as error:
-            if made.sizes is None or len(made.sizes) == 1:
-                raise
-            if call.dims:  # the trace holds for many sizes: what it does not take may not have to do with the cut
-                bind_inputs(call, args, kwargs)
-            raise InputError(_told(error, made, nth)) from error
-    return bound
-
-
-def _told(error: InputError, made: Microbatches, nth: int) -> str:
-    assert made.sizes is not None
-    dims = sorted({dim for dim in made.dims if dim is not None})
-    along = f"dim {dims[0]}" if len(dims) == 1 else "their dims"
-    return (
-        f"microbatch {nth} does not fit, with {made.sizes[nth]} of the {sum(made.sizes)} samples that the call has "
-        f"along {along}, in {len(made.sizes)} microbatches: {error}\n{_REMEDY}"
-    )
-
-
-# MERGED: A step's arguments as microbatches, with what the other ranks have to know of them.
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """The microbatches of one step on the rank of the first stage."""
-
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    samples: list[int]
-    sizes: list[tuple[int, ...]]
-    roots: list[Mapping[int, Tensor]]
-    made: Microbatches
-
-
-def cut_traced(
-    call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]
-) -> _Calls:
-    """The microbatches of a traced model, cut along the dim that the trace has as the batch."""
-    dims = None if specs != (None, None) else batch_dims(call)
-    if dims is None:
-        made = split_by_specs(args, kwargs, chunks, *specs)
-    else:
-        made = split_by_dims(args, kwargs, chunks, dims, call.signature)
-    roots = _bind_microbatches(call, made, args, kwargs)
-    symbols = sorted(call.dims, key=str)
-    sizes = []
-    for root in roots:
-        known = sizes_of(call.dims, root)
-        sizes.append(tuple(known[str(symbol)] for symbol in symbols))
-    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, roots, made)
-
-
-def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> _Calls:
-    """The microbatches of modules that were cut by hand; all shapes together get one number."""
-    made = split_by_specs(args, kwargs, chunks, *specs)
-    sizes: list[tuple[int, ...]] = [
-        (_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)
-    ]
-    return _Calls(made.args, made.kwargs, _samples(made, chunks), sizes, [], made)
-
-
-def _samples(made: Microbatches, chunks: int) -> list[int]:
-    return [1] * chunks if made.sizes is None else list(made.sizes)
-
-
-def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    leaves, _ = flatten((args, dict(kwargs)))
-    shapes = [str(Meta.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    # Under autocast the stages give other dtypes.
-    return zlib.crc32(repr((shapes, ambient_autocast())).encode())
-
-
 _Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
-
-
-_LOOKS = 8  # steps in which labels are looked at: after that nothing has to wait for it
+_STEPS_WITH_A_LOOK = 8  # at the labels, for which an accelerator waits
+_KNOWN_CALLS = 64  # kinds of calls that are remembered
+_NO_WEIGHT = as_integer(-1.0)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a step was called with in this process."""
+    """The arguments that a step was called with in this process."""
 
     training: bool
     args: tuple[Any, ...]
@@ -131,7 +41,7 @@ class Given:
 
 
 class BatchMaker:
-    """Cuts what was given, and tells all ranks the sizes of the microbatches."""
+    """Cuts the arguments of a step, and tells all ranks the sizes of the microbatches."""
 
     def __init__(
         self,
@@ -152,14 +62,15 @@ class BatchMaker:
         self.connection = connection
         self.objective = objective
         self.weighing = weighing
-        self.steps_to_look_at = _LOOKS
         self.microbatches = plan.microbatches
         self.first = plan.placement.rank_of[0]
         self.last = plan.placement.rank_of[plan.stages - 1]
+        self._steps_with_a_look = _STEPS_WITH_A_LOOK
+        self._known: dict[Any, _Recipe] = {}
 
     def make(self, given: Given) -> dict[int, Batch]:
-        """The data of each rank that is here."""
-        if self.info is None:
+        """Return the state in which each rank that is here begins the step."""
+        if self.info is None and given.kwargs:
             refuse_unknown(self.stages, given.kwargs)
         calls = self._calls(given) if self.first in self.connection.ranks else None
         shared = self._share(given.training, calls)
@@ -178,22 +89,31 @@ class BatchMaker:
             batches[rank] = batch
         return batches
 
-    def _calls(self, given: Given) -> _Calls:
-        """The microbatches, on the rank of the first stage."""
+    def _calls(self, given: Given) -> Calls:
+        """Cut the arguments, on the rank of the first stage; those like arguments seen before without a check."""
         if not given.args and not given.kwargs:
             raise InputError(
                 "step() got no input on the rank of the first stage: pass the arguments of the whole batch"
             )
+        kind = _kind_of(given.args, given.kwargs) if self.specs == (None, None) else None
+        recipe = None if kind is None else self._known.get(kind)
+        if recipe is not None:
+            return recipe.calls(given.args, given.kwargs)
         if self.info is not None:
-            return cut_traced(self.info.call, given.args, given.kwargs, self.microbatches, self.specs)
-        calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
-        first = next(stage for stage in self.stages if stage.is_first)
-        first.validate_tensors("input_args", first.input_args, calls.args[0], in_part=bool(calls.kwargs[0]))
-        check_given(first, calls.args[0], calls.kwargs[0], calls.made.dims)
+            calls = cut_traced(self.info.call, given.args, given.kwargs, self.microbatches, self.specs)
+        else:
+            calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
+            first = next(stage for stage in self.stages if stage.is_first)
+            first.validate_tensors("input_args", first.input_args, calls.args[0], in_part=bool(calls.kwargs[0]))
+            check_given(first, calls.args[0], calls.kwargs[0], calls.made.dims)
+        if kind is not None:
+            if len(self._known) >= _KNOWN_CALLS:
+                self._known.clear()
+            self._known[kind] = _Recipe.of(calls, given.kwargs)
         return calls
 
-    def _share(self, training: bool, calls: _Calls | None) -> _Shared:
-        """Tell all ranks what kind of step it is, and of its microbatches a row of numbers each."""
+    def _share(self, training: bool, calls: Calls | None) -> _Shared:
+        """Tell all ranks the kind of the step, and a row of numbers for each microbatch."""
         width = 2 + (1 if self.info is None else len(self.info.call.dims))
         # Every rank draws a seed, and that of the first stage is used: so their generators stay in step.
         seed = 0 if self.seeds is None else self.seeds.next(training=training)
@@ -201,38 +121,38 @@ class BatchMaker:
         if calls is not None:
             numbers = [seed, int(calls.made.samples_first), int(calls.made.in_order)]
             weights = self._weights_of(calls, training)
-            for nth, (samples, sizes) in enumerate(zip(calls.samples, calls.sizes, strict=True)):
-                numbers += [samples, as_integer(-1.0 if weights is None else weights[nth]), *sizes]
+            bits = [_NO_WEIGHT] * self.microbatches if weights is None else list(map(as_integer, weights))
+            for samples, weight, sizes in zip(calls.samples, bits, calls.sizes, strict=True):
+                numbers += [samples, weight, *sizes]
         kind = STEP if training else EVAL
         header = self.connection.share(kind, self.first, numbers, 3 + self.microbatches * width)
         seed, first, in_order, *rest = header
-        rows = [rest[nth * width :][:width] for nth in range(self.microbatches)]
-        told = [from_integer(row[1]) for row in rows]
+        bits = rest[1::width]
         return _Shared(
-            [row[0] for row in rows],
-            [tuple(row[2:]) for row in rows],
-            None if -1.0 in told else told,
+            rest[0::width],
+            [tuple(rest[start + 2 : start + width]) for start in range(0, len(rest), width)],
+            None if _NO_WEIGHT in bits else list(map(from_integer, bits)),
             bool(first),
             bool(in_order),
             seed,
         )
 
-    def _weights_of(self, calls: _Calls, training: bool) -> list[float] | None:
-        """Those that only the rank of the first stage can know, by the arguments of the model."""
+    def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
+        """Return the weights that only the rank of the first stage can know, from the arguments of the model."""
         if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None
-        looks = training and self.steps_to_look_at > 0 and self.objective.is_own
+        looks = training and self._steps_with_a_look > 0 and self.objective.loss_fn is None
         if self.weighing is None and not looks:
             return None
         signature = self.info.call.signature
         named = [by_name(signature, *call) for call in zip(calls.args, calls.kwargs, strict=True)]
         if self.weighing is None:
-            self.steps_to_look_at = 0 if warned_of_uneven_labels(named) else self.steps_to_look_at - 1
+            self._steps_with_a_look = 0 if warned_of_uneven_labels(named) else self._steps_with_a_look - 1
             return None
         return self.weighing.of(named, training=training)
 
     def _own_kwargs(self, rank: int, kwargs: Mapping[str, Any], shared: _Shared) -> list[dict[str, Any]]:
-        """The keyword arguments that a module cut by hand gets on its own rank."""
+        """Cut the keyword arguments that a module cut by hand gets on its own rank."""
         own = cut_by_hand((), kwargs, self.microbatches, (None, self.specs[1]))
         if own.made.sizes is not None and own.samples != shared.samples:
             raise InputError(
@@ -247,7 +167,7 @@ class BatchMaker:
         return own.kwargs
 
     def _give_target(self, batch: Batch, target: Any, shared: _Shared) -> None:
-        """What the loss needs, on the rank of the last stage."""
+        """Add what the loss needs, on the rank of the last stage."""
         batch.in_order = shared.in_order
         self.objective.check(target, batch.loss_kwargs, training=batch.training)
         if target is not None:
@@ -261,7 +181,7 @@ class BatchMaker:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all ranks know of a step."""
+    """The numbers that all ranks know of a step."""
 
     samples: list[int]
     sizes: list[tuple[int, ...]]
@@ -269,3 +189,153 @@ class _Shared:
     samples_first: bool  # True if all inputs that are cut have their samples in dim 0
     in_order: bool  # True if the microbatches hold consecutive samples
     seed: int  # of the random numbers
+
+
+# ------------------------------------------------------------------------------------------ the calls of a microbatch
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The arguments of the microbatches of one step, on the rank of the first stage."""
+
+    made: Microbatches
+    samples: list[int]
+    sizes: list[tuple[int, ...]]  # the symbolic dims, or one number that stands for all shapes
+    roots: list[Mapping[int, Tensor]]  # the inputs of a traced model by their number
+
+    @property
+    def args(self) -> list[tuple[Any, ...]]:
+        return self.made.args
+
+    @property
+    def kwargs(self) -> list[dict[str, Any]]:
+        return self.made.kwargs
+
+
+def cut_traced(
+    call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]
+) -> Calls:
+    """Cut the arguments of a traced model along the dim that the trace has as the batch."""
+    dims = None if specs != (None, None) else batch_dims(call)
+    if dims is None:
+        made = split_by_specs(args, kwargs, chunks, *specs)
+    else:
+        made = split_by_dims(args, kwargs, chunks, dims, call.signature)
+    roots = _bind_microbatches(call, made, args, kwargs)
+    symbols = sorted(map(str, call.dims))
+    known = [sizes_of(call.dims, root) for root in roots]
+    return _calls(made, chunks, [tuple(each[symbol] for symbol in symbols) for each in known], roots)
+
+
+def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> Calls:
+    """Cut the arguments of modules that were cut by hand; all shapes together get one number."""
+    made = split_by_specs(args, kwargs, chunks, *specs)
+    sizes = [(_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)]
+    return _calls(made, chunks, sizes, [])
+
+
+def _calls(
+    made: Microbatches, chunks: int, sizes: Sequence[tuple[int, ...]], roots: list[Mapping[int, Tensor]]
+) -> Calls:
+    samples = [1] * chunks if made.sizes is None else list(made.sizes)
+    return Calls(made, samples, list(sizes), roots)
+
+
+def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    leaves, _ = flatten((args, dict(kwargs)))
+    shapes = [str(Meta.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+    # Under autocast the stages give other dtypes.
+    return zlib.crc32(repr((shapes, ambient_autocast())).encode())
+
+
+_REMEDY = (
+    "The trace holds for microbatches of the example's size: pass so large a batch; or, if the samples are in another "
+    "dim, make the schedule with args_chunk_spec or kwargs_chunk_spec: TensorChunkSpec(dim), or Replicate()"
+)
+
+
+def _bind_microbatches(
+    call: TracedCall, made: Microbatches, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Mapping[int, Tensor]]:
+    """Return the inputs of the model in each microbatch, and raise on those that do not fit the trace."""
+    bound: list[Mapping[int, Tensor]] = []
+    for nth, (part, named) in enumerate(zip(made.args, made.kwargs, strict=True)):
+        try:
+            bound.append(bind_inputs(call, part, named))
+        except InputError as error:
+            if made.sizes is None or len(made.sizes) == 1:
+                raise
+            if call.dims:  # many sizes fit: if the whole call does not, its own error tells more
+                bind_inputs(call, args, kwargs)
+            raise InputError(_misfit(error, made.sizes, made.dims, nth)) from error
+    return bound
+
+
+def _misfit(error: InputError, sizes: Sequence[int], dims: Sequence[int | None], nth: int) -> str:
+    cut_dims = sorted({dim for dim in dims if dim is not None})
+    along = f"dim {cut_dims[0]}" if len(cut_dims) == 1 else "their dims"
+    return (
+        f"microbatch {nth} does not fit, with {sizes[nth]} of the {sum(sizes)} samples that the call has along "
+        f"{along}, in {len(sizes)} microbatches: {error}\n{_REMEDY}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- calls seen before
+
+_HASHED_BY_VALUE = (bool, int, float, str, type(None))
+
+
+def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the checks and the cut of a call depend on; None for calls that are looked at every time.
+
+    Those are calls with nested values, with one tensor twice, and with objects of other classes.
+    """
+    kinds: list[Any] = [len(args), ambient_autocast(), *kwargs]
+    tensors = set()
+    for value in (*args, *kwargs.values()):
+        if type(value) is Tensor and not value.is_nested and id(value) not in tensors:
+            tensors.add(id(value))
+            kinds.append((value.shape, value.dtype, value.layout))
+        elif type(value) in _HASHED_BY_VALUE:
+            kinds.append((type(value), value))
+        else:
+            return None
+    return tuple(kinds)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The way to cut calls of one kind: along the dims of their arguments, which are not nested."""
+
+    made: Microbatches  # without the arguments
+    samples: list[int]
+    sizes: list[tuple[int, ...]]
+    places: Mapping[int, int]  # from the number of a model input to the place of the argument that it is
+
+    @classmethod
+    def of(cls, calls: Calls, kwargs: Mapping[str, Any]) -> _Recipe:
+        """Take the recipe from a call that was checked and cut."""
+        parts = [*calls.args[0], *(calls.kwargs[0][name] for name in kwargs)]
+        place_of = {id(part): place for place, part in enumerate(parts)}
+        places = {number: place_of[id(part)] for number, part in calls.roots[0].items()} if calls.roots else {}
+        return cls(replace(calls.made, args=[], kwargs=[]), calls.samples, calls.sizes, places)
+
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calls:
+        """Cut another call of the kind."""
+        chunks, sizes = len(self.samples), self.made.sizes
+        columns = [
+            [value] * chunks if dim is None or sizes is None else cut_rows(value, dim, sizes)
+            for value, dim in zip((*args, *kwargs.values()), self.made.dims, strict=True)
+        ]
+        rows = list(zip(*columns, strict=True))
+        made = Microbatches(
+            [row[: len(args)] for row in rows],
+            [dict(zip(kwargs, row[len(args) :], strict=True)) for row in rows],
+            sizes,
+            self.made.dims,
+            self.made.in_order,
+        )
+        roots: list[Mapping[int, Tensor]] = [
+            {number: row[place] for number, place in self.places.items()} for row in rows if self.places
+        ]
+        return Calls(made, self.samples, self.sizes, roots)

@@ -40,16 +40,25 @@ class Objective:
     loss_fn: Callable[..., Tensor] | None = None
     # Called for an output without a loss, as long as that may mean that a step does not train.
     without_loss: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    _known_places: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_own(self) -> bool:
-        """Whether it is up to the model."""
+        """True if the model makes its own loss."""
         return self.loss_fn is None
 
     @property
     def takes_target(self) -> bool:
-        """Whether a target can be passed."""
-        return self.loss_fn is not None and _places(self.loss_fn, {})[1] > 1
+        """True if a target can be passed."""
+        return self.loss_fn is not None and self._places({})[1] > 1
+
+    def _places(self, loss_kwargs: Mapping[str, Any]) -> tuple[int, float]:
+        """Return the numbers of positional arguments that loss_fn needs and takes besides these keywords."""
+        names = tuple(loss_kwargs)
+        if names not in self._known_places:
+            assert self.loss_fn is not None  # the model's own loss takes none
+            self._known_places[names] = _places(self.loss_fn, loss_kwargs)
+        return self._known_places[names]
 
     def check(self, target: Any, loss_kwargs: Mapping[str, Any], *, training: bool) -> None:
         """Refuse a target that nobody would look at, and a step without the one that is needed."""
@@ -57,7 +66,7 @@ class Objective:
             if training and target is not None:
                 raise InputError(f"a training step needs a loss: {WAYS}. There is a target, and no loss_fn to take it")
             return
-        least, most = _places(self.loss_fn, loss_kwargs)
+        least, most = self._places(loss_kwargs)
         if target is not None and most < 2:
             raise InputError(
                 "step() got a target, and loss_fn takes one argument, the output: leave out target=, or give loss_fn "
@@ -78,7 +87,7 @@ class Objective:
             return found
         if target is not None:
             return self.loss_fn(output, target, **loss_kwargs)
-        return self.loss_fn(output, **loss_kwargs) if _places(self.loss_fn, loss_kwargs)[0] < 2 else None
+        return self.loss_fn(output, **loss_kwargs) if self._places(loss_kwargs)[0] < 2 else None
 
     def checked(self, loss: Any, output: Any, microbatch: int) -> Tensor:
         """A loss that a backward can begin with."""
@@ -136,7 +145,7 @@ def _places(function: Callable[..., Any], loss_kwargs: Mapping[str, Any]) -> tup
     return needed, len(places)
 
 
-# MERGED: How much each microbatch counts in the loss of the batch, if that is not its number of samples.
+# --------------------------------------------------------------------------------------- the weights of microbatches
 
 
 LossWeight = Callable[[Any], Any]
@@ -267,7 +276,7 @@ def from_integer(bits: int) -> float:
     return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
-# MERGED: The losses of a step: their mean, told to ranks that do not have them, and NaN among them.
+# ------------------------------------------------------------------------------------------------ the losses of a step
 
 
 NUMBERS = 2  # how many integers tell the mean: the count of losses, and the bits of their mean

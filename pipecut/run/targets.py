@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..pipe_ir import unflatten
-from ..stage import Rule, match_specs, open_value
+from ..stage import Rule, cut_rows, match_specs, open_value
 
 _SPEC = "target_chunk_spec"
 _REMEDY = (
@@ -34,6 +34,9 @@ def cut_target(
     >>> [part.tolist() for part in cut_target(torch.arange(6).reshape(2, 3), [2, 1], TensorChunkSpec(1))]
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
+    is_plain = type(target) is Tensor and not target.is_nested and target.dim() > 0
+    if is_plain and spec is None and samples_first and in_order and target.shape[0] == sum(samples):
+        return cut_rows(target, 0, samples)
     leaves, structure = open_value(target)
     rules = match_specs(spec, structure, _SPEC, "cut")
     names = ["target" + "".join(path) for path in structure.paths()]
@@ -99,7 +102,7 @@ def _check_order(parts: Sequence[_Leaf], in_order: bool) -> None:
 
 
 def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
-    """Several rows to a sample are taken for what they are only if nothing speaks against it."""
+    """Raise unless every tensor has a row per sample, or several without anything that speaks against it."""
     total = sum(samples)
     for part in parts:
         if part.rows is not None and part.rows % total:
@@ -118,7 +121,7 @@ def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
 
 
 def _refuse_one_beside_others(part: _Leaf, parts: Sequence[_Leaf], total: int) -> None:
-    """A table that belongs to all samples may happen to have a multiple of their number of rows."""
+    """Raise on several rows per sample beside another number: it may be a table that belongs to all samples."""
     other = next((one for one in parts if one.rows != part.rows), None)
     if other is None or part.rows is None:
         return
@@ -132,7 +135,7 @@ def _refuse_one_beside_others(part: _Leaf, parts: Sequence[_Leaf], total: int) -
 
 
 def _refuse_samples_elsewhere(part: _Leaf, total: int) -> None:
-    """A model may return its samples in another dim than it takes them in, and then they are there in the target."""
+    """Raise on several rows per sample if the samples may be in another dim, as where a model returns them there."""
     dim = list(part.value.shape).index(total, 1)
     raise InputError(
         f"{part.name} has the shape {list(part.value.shape)}, and the batch {total} samples: it is not known whether "

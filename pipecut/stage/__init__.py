@@ -29,6 +29,7 @@ from .microbatch import Rule as Rule
 from .microbatch import TensorChunkSpec as TensorChunkSpec
 from .microbatch import batch_dims as batch_dims
 from .microbatch import check_merge_spec as check_merge_spec
+from .microbatch import cut_rows as cut_rows
 from .microbatch import match_specs as match_specs
 from .microbatch import merge_chunks as merge_chunks
 from .microbatch import open_value as open_value

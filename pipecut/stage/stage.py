@@ -188,6 +188,7 @@ class PipelineStage(OneChunkCalls):
         self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
         self.look_at_wrappers()
         self.flights: dict[int, Flight] = {}
+        self.weights = StageWeights(())
         self._written_inputs = _WrittenInputs(stage_index)
         self.submod.to(self.device)
         self._begin_calls()
@@ -218,9 +219,13 @@ class PipelineStage(OneChunkCalls):
             )
 
     def begin_step(self) -> None:
-        """Look at the parameters, before a graph over them is alive: one that is frozen now is not among them."""
+        """Collect the trainable parameters before the step builds any graph."""
         self.flights.clear()
-        self.weights = StageWeights(parameter for parameter in self.submod.parameters() if parameter.requires_grad)
+        trained = [parameter for parameter in self.submod.parameters() if parameter.requires_grad]
+        if list(map(id, trained)) == list(map(id, self.weights.parameters)):
+            self.weights.look_again()
+        else:
+            self.weights = StageWeights(trained)
 
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch, whose tensors are cut off from the stages before."""

@@ -60,3 +60,34 @@ def test_what_does_not_fit_as_a_whole_is_told_of_the_whole() -> None:
     schedule = Schedule1F1B(traced_stages(chain_pipe(problem)), 2, F.mse_loss)
     with pytest.raises(InputError, match=r"^this call does not fit the trace of Chain:\n  \w+ has 3 dims \[4, 1, "):
         schedule.step(torch.zeros(4, 1, WIDTH).double(), target=problem.target)
+
+
+def test_arguments_like_those_of_the_step_before_are_cut_by_what_is_known_of_them() -> None:
+    """A kind of call is checked once; another one, or one tensor passed twice, is looked at again."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+            return self.second(self.first(x) + y) * scale
+
+    model = Two()
+    one, other, batch = torch.randn(6, 4), torch.randn(6, 4), torch.randn(9, 4)
+    pipe = pipeline(model, (one[:2], other[:2]), split_spec={"second": SplitPoint.BEGINNING})
+    schedule = Schedule1F1B([pipe.build_stage(index, "cpu") for index in range(2)], 3, F.mse_loss)
+    for args, kwargs in (
+        ((one, one), {}),
+        ((one, other), {}),
+        ((other, one), {}),
+        ((one,), {"y": other}),
+        ((batch, batch + 1), {}),
+        ((one, one), {}),
+        ((other, one), {"scale": 2.0}),
+    ):
+        assert torch.allclose(schedule.eval(*args, **kwargs), model(*args, **kwargs), atol=1e-6)
+    with pytest.raises(InputError, match="scale was 2.0 when the model was traced"):
+        schedule.eval(one, other, scale=3.0)
+    with pytest.raises(InputError, match="the trace holds for 4 only"):
+        schedule.eval(one, torch.randn(6, 1))

@@ -9,6 +9,7 @@ from .matching import Rule, match_specs
 from .merge import check_merge_spec, merge_chunks
 from .spec import ChunkSpec, CustomReducer, LossReducer, Replicate, TensorChunkSpec, sum_reducer
 from .split import Microbatches, split_args_kwargs_into_chunks, split_by_dims, split_by_specs, split_tensor
+from .tensors import cut_rows
 
 __all__ = [
     "ChunkSpec",
@@ -20,6 +21,7 @@ __all__ = [
     "TensorChunkSpec",
     "batch_dims",
     "check_merge_spec",
+    "cut_rows",
     "match_specs",
     "merge_chunks",
     "open_value",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -106,8 +106,11 @@ def replica_of(module: nn.Module) -> Replica:
 
 def wrappers_in(module: nn.Module) -> frozenset[int]:
     """The parts of a module that are copied or sharded, by identity."""
-    copies = (part for part in module.modules() if any(True for _ in _copied(part)))
-    return frozenset(map(id, (*copies, *_sharded_parts(module))))
+    kinds: list[Any] = [DistributedDataParallel]
+    for source, name in (("torch.distributed._composable.replicate", "DDP"), ("torch.distributed.fsdp", "FSDPModule")):
+        kinds.append(getattr(sys.modules.get(source), name, ()))
+    wrappers = tuple(kinds)
+    return frozenset([id(part) for part in module.modules() if isinstance(part, wrappers)])
 
 
 def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
