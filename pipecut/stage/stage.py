@@ -19,7 +19,7 @@ from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
 from .examples import Examples
 from .materialize import check_has_memory
 from .peer_surface import OneChunkCalls
-from .replica import Replica, replica_of, wrappers_in
+from .replica import Replica, replica_of, wrapped_parts
 
 # MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
 
@@ -207,11 +207,11 @@ class PipelineStage(OneChunkCalls):
     def look_at_wrappers(self) -> None:
         """See which parts of the module are copied or sharded; a schedule does so when it is made."""
         self.replica: Replica = replica_of(self.submod)
-        self._wrappers = wrappers_in(self.submod)
+        self._wrappers = wrapped_parts(self.submod)
 
     def refuse_new_wrappers(self) -> None:
         """Gradients of what was wrapped since then would be averaged at the wrong time, or not at all."""
-        if wrappers_in(self.submod) != self._wrappers:
+        if wrapped_parts(self.submod) != self._wrappers:
             raise InputError(
                 f"the module of stage {self.stage_index} was put under DistributedDataParallel, replicate() or "
                 "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "

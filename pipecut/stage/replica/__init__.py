@@ -1,5 +1,9 @@
-"""Modules that other ranks hold too, as copies (DistributedDataParallel) or in shards (fully_shard)."""
+"""Stages that other ranks hold too, as copies (DistributedDataParallel, replicate()) or in shards (fully_shard).
 
-from .replica import Replica, refuse_ranks_of_pipeline, replica_of, wrappers_in
+Begin with base.py. Each wrapper is one file and an entry in the table of wrappers.py.
+"""
 
-__all__ = ["Replica", "refuse_ranks_of_pipeline", "replica_of", "wrappers_in"]
+from .base import Replica
+from .wrappers import refuse_ranks_of_pipeline, replica_of, wrapped_parts
+
+__all__ = ["Replica", "refuse_ranks_of_pipeline", "replica_of", "wrapped_parts"]

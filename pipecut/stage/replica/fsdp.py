@@ -1,36 +1,46 @@
-"""Stages under fully_shard: parameters gathered when the plan says so, gradients reduced once a step.
+"""Stages under fully_shard: parameters are gathered when the plan says so, gradients reduced once per step.
 
-fully_shard gathers, reduces and frees in hooks around forward and backward. During a step it only adds up gradients.
-After the last backward a forward and a backward over nothing call its hooks once more, and those do all the rest.
+fully_shard gathers, reduces and frees in hooks around forward and backward. During a step they only add up gradients.
+After the last backward, an empty forward and backward call the hooks once more, and those do all the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle, register_fsdp_forward_method
 
-from .replica import Alone
+from .base import Replica
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 _Passage = Callable[[Tensor], Tensor]
 
 
-class Shards(Alone):
+def sharded_by(part: nn.Module) -> str | None:
+    """Return the name of what shards a part, None if nothing does."""
+    # The module of fully_shard is slow to import; while it is not imported, nothing is sharded.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return "fully_shard" if fsdp is not None and isinstance(part, fsdp.FSDPModule) else None
+
+
+class Shards(Replica):
     """A module of which some parts, or all of it, are under fully_shard, or replicate of the same family.
 
-    What the user said of gradient sync and of resharding holds outside of steps only.
+    The user's settings of gradient sync and of resharding hold outside steps only.
     """
 
     is_reduced = True
 
     def __init__(self, module: nn.Module, parts: Sequence[nn.Module]) -> None:
-        self._parts = [cast(FSDPModule, part) for part in parts]
+        self._parts = [cast("FSDPModule", part) for part in parts]
         for part in self._parts:
             part.reshard()
         self._module = module
@@ -58,12 +68,12 @@ class Shards(Alone):
         casts = self._casts
         yield
         if casts:
-            # What is added up in a higher precision has to be taken over from each microbatch.
+            # Gradients that are added up in a higher precision have to be taken over after each microbatch.
             self._call_hooks()
 
     def unshard(self) -> None:
         if not self._is_planned:
-            # From now on the plan decides, and not every forward by itself.
+            # From now on the plan decides when to reshard, not every forward by itself.
             self._is_planned = True
             for part in self._sharding_parts:
                 part.set_reshard_after_forward(False, recurse=False)
@@ -88,7 +98,7 @@ class Shards(Alone):
 
     @cached_property
     def _casts(self) -> bool:
-        """Whether the parameters, which are gathered now, have another dtype than their shards."""
+        """True if the parameters, which are gathered now, have another dtype than their shards."""
         return [parameter.dtype for parameter in self._module.parameters()] != self._dtypes
 
     def _accumulate(self) -> None:
@@ -110,8 +120,8 @@ class Shards(Alone):
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost parts: the hooks of each look after all parts inside it."""
-    if isinstance(module, FSDPModule):
+    """Yield the outermost parts: the hooks of each manage all parts inside it."""
+    if sharded_by(module) is not None:
         yield module
         return
     for child in module.children():
@@ -119,7 +129,9 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _passage(root: nn.Module) -> _Passage:
-    """A forward of the module that runs nothing of it, only what fully_shard does before and after one."""
+    """Return a forward of the module that runs nothing but the hooks of fully_shard before and after it."""
+    from torch.distributed.fsdp import register_fsdp_forward_method  # slow to import, and imported by now
+
     name = "_pipecut_passage"
     setattr(root, name, torch.clone)
     register_fsdp_forward_method(root, name)
@@ -129,13 +141,13 @@ def _passage(root: nn.Module) -> _Passage:
 
 
 def _meshes(part: FSDPModule) -> list[Any]:
-    """Over what a part is held. Nothing public tells: its parameters may have other meshes, over the same ranks."""
+    """Return the meshes of a part. No public way gives them: its parameters may have others, over the same ranks."""
     state: Any = part._get_fsdp_state()
-    # The latter where torch knows one group of parameters only.
+    # The latter in releases of torch that know one group of parameters only.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group.mesh_info for group in groups if group is not None]
 
 
 def _shards(mesh_info: Any) -> bool:
-    """Whether parameters are in pieces; under replicate they are not."""
+    """Return True if parameters are in pieces; under replicate they are not."""
     return mesh_info.shard_mesh_dim is not None

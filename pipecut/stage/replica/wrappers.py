@@ -1,0 +1,73 @@
+"""Recognise the wrappers in a stage's module, by the table of all that a pipeline can steer."""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InputError
+from .base import NotReplicated, Replica, Wrapper
+from .ddp import Copies, copied_by
+from .fsdp import Shards, sharded_by
+
+# A new wrapper is a file with its Replica, and an entry here.
+_WRAPPERS = (Wrapper(copied_by, Copies), Wrapper(sharded_by, Shards))
+
+# Module, class, name and replacement of wrappers that would average some gradients and not others, for they cannot be
+# told which backward is the last.
+_UNSUPPORTED = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)", "fully_shard"),
+)
+
+
+def replica_of(module: nn.Module) -> Replica:
+    """Return the replica of a stage's module, wrapped as a whole or in parts.
+
+    >>> replica_of(nn.Linear(2, 2)).is_reduced
+    False
+    """
+    _refuse_unsupported(module)
+    found = []
+    for wrapper in _WRAPPERS:
+        parts = {part: name for part in module.modules() if (name := wrapper.name_of(part)) is not None}
+        if parts:
+            found.append((wrapper, parts))
+    if not found:
+        return NotReplicated()
+    if len(found) > 1:
+        names = [next(iter(parts.values())) for _, parts in found]
+        raise InputError(f"a stage holds both {' and '.join(names)} modules: use one of the two for all its parts")
+    ((wrapper, parts),) = found
+    return wrapper.replica(module, list(parts))
+
+
+def wrapped_parts(module: nn.Module) -> frozenset[int]:
+    """Return the ids of the parts of a module that are copied or sharded."""
+    return frozenset(
+        id(part) for part in module.modules() if any(wrapper.name_of(part) is not None for wrapper in _WRAPPERS)
+    )
+
+
+def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
+    """Raise if a stage is copied over ranks of its own pipeline, which hold other stages."""
+    own = set(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}
+    for group in replica.groups:
+        ranks = dist.get_process_group_ranks(group)
+        if not own.isdisjoint(ranks):
+            raise InputError(
+                f"stage {stage} is copied or sharded over ranks {ranks}, of which {sorted(own & set(ranks))} hold "
+                "other stages of the same pipeline. Give DistributedDataParallel the process_group, and fully_shard "
+                'the mesh, of the data-parallel ranks: for mesh_dim_names=("dp", "pp") those of mesh["dp"]'
+            )
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    for source, name, called, instead in _UNSUPPORTED:
+        # While its module is not imported, nothing can be under a wrapper.
+        kind: type | None = getattr(sys.modules.get(source), name, None)
+        for path, part in module.named_modules():
+            if kind is not None and isinstance(part, kind):
+                where = f"'{path}' of a stage" if path else "a stage"
+                raise InputError(f"{where} is under {called}, which a pipeline cannot steer: use {instead} instead")
