@@ -104,7 +104,7 @@ def _described(value: Any) -> str:
 
 def groups_of(pending: PendingWeights, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """What waits, in the peer's words: one group for each thing that waits, its "grads" open to be overwritten."""
-    waiting = pending.waiting()
+    waiting = pending.pending_gradients()
     groups: list[dict[str, Any]] = [
         {"params": parameters, "intermediates": [each], "grads": [(each.gradient,)]} for each in waiting
     ]

@@ -32,7 +32,7 @@ from ..split import (
     mean_of,
     operations_of,
 )
-from ..stage import PipelineStage, least_rows, rows_of, sizes_of
+from ..stage import PipelineStage, max_rows, min_rows_to_defer, weight_sizes
 from .group import on_all_ranks, on_each_rank
 from .measure import measure_link
 from .measured_chain import measured_chain
@@ -142,8 +142,8 @@ class DeferralRule:
         trained = [op for op in used if op.spec is not None and op.spec.requires_grad]
         arriving = [self._empty(op) for op in trained if op.kind != "state"]
         on_cpu = self.chain.traced.device.type == "cpu"
-        least = least_rows(sizes_of(self._empty(op) for op in trained if op.kind == "state"), on_cpu)
-        return bool(arriving) and rows_of(arriving) < least
+        least = min_rows_to_defer(weight_sizes(self._empty(op) for op in trained if op.kind == "state"), on_cpu)
+        return bool(arriving) and max_rows(arriving) < least
 
     def _empty(self, op: Operation) -> Tensor:
         shape = () if op.spec is None else [int(self._weigh.number(dim)) for dim in op.spec.shape]

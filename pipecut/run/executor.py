@@ -111,9 +111,9 @@ class Executor:
         self.backward_counter = backward_counter  # of stages, for custom functions, which count their own
         self.part: Action | None = None  # the part of an overlap that is running
         self.inputs: list[Any] | None = None  # what the forward that is running was called with
-        self._reduced_by_plan = {
-            action.stage for row in plan.actions for action in row if action is not None and action.op is Op.REDUCE_GRAD
-        }
+        actions = [action for row in plan.actions for action in row if action is not None]
+        self._reduced_by_plan = {action.stage for action in actions if action.op is Op.REDUCE_GRAD}
+        self._splits_backward = any(action.op in (Op.BACKWARD_INPUT, Op.OVERLAP_F_B) for action in actions)
         self.handlers: dict[Op, Handler] = {
             Op.FORWARD: self._forward,
             Op.FULL_BACKWARD: self._full_backward,
@@ -143,7 +143,7 @@ class Executor:
         if batch.training:
             self.ties.begin()
             for stage in self.stages.values():
-                stage.begin_step()
+                stage.begin_step(splits_backward=self._splits_backward or self.handlers != self.usual_handlers)
         for stage in self.stages.values():
             stage.driver = self
             stage.has_backward = batch.training

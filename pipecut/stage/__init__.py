@@ -3,10 +3,10 @@
 from .backward import StageWeights as StageWeights
 from .backward import full_backward as full_backward
 from .backward import input_backward as input_backward
+from .backward import max_rows as max_rows
+from .backward import min_rows_to_defer as min_rows_to_defer
 from .backward import weight_backward as weight_backward
-from .backward.weights import least_rows as least_rows
-from .backward.weights import rows_of as rows_of
-from .backward.weights import sizes_of as sizes_of
+from .backward import weight_sizes as weight_sizes
 from .dtensor import OnMesh as OnMesh
 from .dtensor import described as described
 from .dtensor import gathered as gathered

@@ -14,12 +14,19 @@ from torch import Tensor, nn
 from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from ..text import listed
-from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
+from .backward import (
+    PendingWeights,
+    StageWeights,
+    full_backward,
+    input_backward,
+    trainable_parameters,
+    weight_backward,
+)
 from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
 from .examples import Examples
 from .materialize import check_has_memory
 from .peer_surface import OneChunkCalls
-from .replica import Replica, replica_of, wrapped_parts
+from .replica import Replica, part_types, replica_of, wrapped_parts
 
 # MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
 
@@ -205,27 +212,32 @@ class PipelineStage(OneChunkCalls):
         return self.stage_index == self.num_stages - 1
 
     def look_at_wrappers(self) -> None:
-        """See which parts of the module are copied or sharded; a schedule does so when it is made."""
+        """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
         self.replica: Replica = replica_of(self.submod)
-        self._wrappers = wrapped_parts(self.submod)
+        self._wrapped_parts = wrapped_parts(self.submod)
+        self._part_types = part_types(self.submod)
 
     def refuse_new_wrappers(self) -> None:
-        """Gradients of what was wrapped since then would be averaged at the wrong time, or not at all."""
-        if wrapped_parts(self.submod) != self._wrappers:
+        """Raise if a part was wrapped since: its gradients would be averaged at the wrong time, or not at all."""
+        types = part_types(self.submod)
+        if types != self._part_types and wrapped_parts(self.submod) != self._wrapped_parts:
             raise InputError(
                 f"the module of stage {self.stage_index} was put under DistributedDataParallel, replicate() or "
                 "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "
                 "schedule"
             )
 
-    def begin_step(self) -> None:
-        """Collect the trainable parameters before the step builds any graph."""
+    def begin_step(self, *, splits_backward: bool = True) -> None:
+        """Collect the trainable parameters before the step builds any graph.
+
+        Without `splits_backward` there is no backward for inputs only, for which listeners to gradients matter.
+        """
         self.flights.clear()
-        trained = [parameter for parameter in self.submod.parameters() if parameter.requires_grad]
-        if list(map(id, trained)) == list(map(id, self.weights.parameters)):
-            self.weights.look_again()
-        else:
-            self.weights = StageWeights(trained)
+        parameters = trainable_parameters(self.submod)
+        if not self.weights.matches(parameters):
+            self.weights = StageWeights(parameters)
+        elif splits_backward:
+            self.weights.refresh()
 
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch, whose tensors are cut off from the stages before."""

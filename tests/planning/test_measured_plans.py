@@ -124,7 +124,8 @@ def test_stages_hold_their_gradients_where_the_estimate_says_so(width: int) -> N
     rule = DeferralRule(chain_of(pipe.traced))
     held = [rule.holds(stage, stage + 1) for stage in range(3)]
     seen = [
-        not StageWeights(stage.parameters()).pay_for([x.requires_grad_()], on_cpu=True) for stage in pipe.stages[1:]
+        not StageWeights(stage.parameters()).is_worth_deferring([x.requires_grad_()], on_cpu=True)
+        for stage in pipe.stages[1:]
     ]
     assert held == [False, *seen]  # the first has no input that needs a gradient
     assert seen == [width == 8] * 2

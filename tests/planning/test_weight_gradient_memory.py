@@ -27,7 +27,7 @@ class Block(nn.Module):
 def test_what_a_microbatch_keeps_between_the_halves(rows: int, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put off gradients keep what they will be made of, twice the activations here; it was taken to be once."""
     if holds:
-        monkeypatch.setattr("pipecut.stage.backward.weights._MICROSECONDS_A_MATRIX", 1e9)
+        monkeypatch.setattr("pipecut.stage.backward.weights._MICROSECONDS_PER_MATRIX", 1e9)
     net, x = nn.Sequential(Block(), Block(), Block()), torch.ones(rows, WIDTH)
     pipe = pipecut.pipeline(net, (x,), split_spec={"0": pipecut.SplitPoint.END, "1": pipecut.SplitPoint.END})
     chain = chain_of(pipe.traced)

@@ -1,7 +1,17 @@
-"""The backward pass of one stage: in full, for the inputs only, for the weights only."""
+"""Backward pass of one stage: in full, for the inputs only, for the weights only. Begin with backward.py."""
 
+from .autograd import PendingWeights
 from .backward import full_backward, input_backward, weight_backward
-from .engine import PendingWeights
-from .weights import StageWeights
+from .weights import StageWeights, max_rows, min_rows_to_defer, trainable_parameters, weight_sizes
 
-__all__ = ["PendingWeights", "StageWeights", "full_backward", "input_backward", "weight_backward"]
+__all__ = [
+    "PendingWeights",
+    "StageWeights",
+    "full_backward",
+    "input_backward",
+    "max_rows",
+    "min_rows_to_defer",
+    "trainable_parameters",
+    "weight_backward",
+    "weight_sizes",
+]

@@ -1,8 +1,9 @@
-"""The backward pass of one stage: in full, or first for its inputs and later for its weights.
+"""Backward pass of one stage: in full, or first for its inputs and later for its weights.
 
-Splitting it lets a schedule fill idle time with weight gradients, which nobody waits for, and costs nothing if each
-operation still runs once. What a small stage has to gain is not worth a look at its graph. That of a large one is
-searched for the few operations whose weight gradients are most of the work.
+Splitting it lets a schedule fill idle time with weight gradients, which no other stage waits for, and costs nothing if
+each operation still runs once. For a small stage, a walk over its graph costs more than that can gain: all gradients
+are computed at once, and those of the parameters held back. The graph of a large one is searched for the few operations
+whose weight gradients are most of the work.
 """
 
 from __future__ import annotations
@@ -17,41 +18,115 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...errors import InputError
-from .engine import (
+from .autograd import (
     Gradients,
+    InputLeaves,
     PendingWeights,
-    Receivers,
-    Starts,
+    Roots,
     accumulate,
-    find_receivers,
-    find_starts,
-    nothing,
-    take_gradients,
+    find_input_leaves,
+    find_roots,
+    no_work,
+    pop_gradients,
 )
-from .input_gradients import Graph, defer_weights
-from .weights import StageWeights, least_work
-
-# MERGED: The split of a small stage: all gradients at once, those of the parameters held back until they are asked
-# MERGED: for.
-# MERGED:
-# MERGED: Where a weight's gradient takes no longer than to find it in the graph and to put it off, that would gain
-# MERGED: nothing.
+from .deferral import Graph, defer_weights
+from .weights import StageWeights, min_work_to_defer
 
 
-def _hold_gradients(
-    starts: Starts, inputs: Sequence[Any], receivers: Receivers, parameters: Sequence[Tensor]
+def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> Gradients:
+    """Return the gradients of the inputs, and add those of the parameters to their `.grad`.
+
+    A loss has the gradient None, which stands for 1. Another output with None does not take part. Inputs are the leaves
+    that the stage ran on. One that is no tensor, needs no gradient or has no influence gets None.
+
+    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
+    >>> gradients = full_backward([layer(value)], [torch.ones(1, 1)], [value, 7])
+    >>> torch.equal(gradients[0], layer.weight), gradients[1], layer.weight.grad
+    (True, None, tensor([[1., 1.]]))
+    """
+    roots, leaves = find_roots(outputs, output_grads), find_input_leaves(inputs)
+    if roots.outputs:
+        accumulate(roots.outputs, roots.gradients)
+    return pop_gradients(inputs, leaves)
+
+
+def input_backward(
+    outputs: Sequence[Tensor],
+    output_grads: Sequence[Tensor | None],
+    inputs: Sequence[Any],
+    parameters: Iterable[Tensor] | StageWeights,
 ) -> tuple[Gradients, PendingWeights]:
-    """Run the full backward with the parameters' `.grad` put aside; afterwards it is as it was."""
+    """Return the gradients of the inputs, as `full_backward` does, and the work that is left for `weight_backward`.
+
+    No parameter's `.grad` changes. With `StageWeights` a small stage takes as long as with a full backward; with plain
+    parameters longer, for their gradients then go through autograd in any case.
+
+    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
+    >>> weights = StageWeights(layer.parameters())
+    >>> gradients, pending = input_backward([layer(value)], [torch.ones(1, 1)], [value], weights)
+    >>> torch.equal(gradients[0], layer.weight), layer.weight.grad
+    (True, None)
+    >>> weight_backward(pending)
+    >>> layer.weight.grad
+    tensor([[1., 1.]])
+    """
+    roots, leaves = find_roots(outputs, output_grads), find_input_leaves(inputs)
+    if not roots.outputs:
+        return (None,) * len(inputs), PendingWeights(no_work)
+    if not leaves:
+        return (None,) * len(inputs), _defer_everything(roots)
+    # The stage's weights, if nothing but autograd itself takes notice of their gradients.
+    silent = parameters if isinstance(parameters, StageWeights) and parameters.has_no_gradient_listeners() else None
+    on_cpu = roots.outputs[0].is_cpu
+    if silent is not None and not (silent.is_worth_deferring(leaves.values(), on_cpu) and _has_no_hooks(leaves)):
+        return _hold_back_weights(roots, inputs, leaves, silent.parameters)
+    nodes = [get_gradient_edge(output).node for output in roots.outputs]
+    graph = Graph(nodes, leaves.values(), min_work_to_defer(on_cpu))
+    if graph.has_reentrant_checkpoint or not graph.reaches_inputs:
+        graph.discard()
+    if not graph.reaches_inputs:
+        return (None,) * len(inputs), _defer_everything(roots)
+    if silent is not None and not graph.cuts:
+        return _hold_back_weights(roots, inputs, leaves, silent.parameters)
+    if graph.has_reentrant_checkpoint:
+        raise InputError(
+            "a stage with checkpoint(..., use_reentrant=True) cannot be split into input_backward and weight_backward "
+            "while somebody may listen to its parameters' gradients (hooks, DistributedDataParallel, fully_shard), for "
+            "it adds them all at once. Use use_reentrant=False; or, if nobody listens, pass as parameters "
+            "StageWeights(module.parameters()), made before the forward"
+        )
+    return defer_weights(roots, inputs, leaves, graph)
+
+
+def weight_backward(pending: PendingWeights) -> None:
+    """Add to each parameter's `.grad` what `full_backward` would have added, and let go of the microbatch."""
+    pending.take()()
+
+
+def _defer_everything(roots: Roots) -> PendingWeights:
+    edges = [get_gradient_edge(output) for output in roots.outputs]
+    return PendingWeights(functools.partial(accumulate, edges, roots.gradients))
+
+
+def _has_no_hooks(leaves: InputLeaves) -> bool:
+    """Return True if no hook is on the inputs: some, on several tensors at once, work in a full backward only."""
+    return not any(leaf._backward_hooks for leaf in leaves.values())
+
+
+def _hold_back_weights(
+    roots: Roots, inputs: Sequence[Any], leaves: InputLeaves, parameters: Sequence[Tensor]
+) -> tuple[Gradients, PendingWeights]:
+    """Run the full backward with the parameters' `.grad` put aside, and put it back afterwards."""
     before = _exchange(parameters, itertools.repeat(None))
     try:
-        accumulate(starts.outputs, starts.gradients)
+        accumulate(roots.outputs, roots.gradients)
     finally:
         held = _exchange(parameters, before)
-    return take_gradients(inputs, receivers), PendingWeights(functools.partial(_add, parameters, held))
+    return pop_gradients(inputs, leaves), PendingWeights(functools.partial(_add, parameters, held))
 
 
 def _exchange(parameters: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Give each parameter another `.grad`, and return what it was."""
+    """Give each parameter another `.grad`, and return the one that it had."""
     found = []
     for parameter, gradient in zip(parameters, gradients, strict=False):
         found.append(parameter.grad)
@@ -75,86 +150,3 @@ def _add(parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
             terms.append(gradient)
     if sums:
         torch._foreach_add_(sums, terms)
-
-
-def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> Gradients:
-    """The gradients of the inputs; those of the parameters are added to their `.grad`.
-
-    A loss has the gradient None, which stands for 1. Another output with None does not take part. Inputs are the leaves
-    that the stage ran on. One that is no tensor, needs no gradient or has no influence gets None.
-
-    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
-    >>> gradients = full_backward([layer(value)], [torch.ones(1, 1)], [value, 7])
-    >>> torch.equal(gradients[0], layer.weight), gradients[1], layer.weight.grad
-    (True, None, tensor([[1., 1.]]))
-    """
-    starts, receivers = find_starts(outputs, output_grads), find_receivers(inputs)
-    if starts.outputs:
-        torch.autograd.backward(starts.outputs, starts.gradients)
-    return take_gradients(inputs, receivers)
-
-
-def input_backward(
-    outputs: Sequence[Tensor],
-    output_grads: Sequence[Tensor | None],
-    inputs: Sequence[Any],
-    parameters: Iterable[Tensor] | StageWeights,
-) -> tuple[Gradients, PendingWeights]:
-    """The gradients of the inputs, as `full_backward` gives them, and what `weight_backward` is to do.
-
-    No parameter's `.grad` changes. With `StageWeights` a small stage takes as long as with a full backward; with plain
-    parameters longer, for their gradients then go through autograd in any case.
-
-    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
-    >>> weights = StageWeights(layer.parameters())
-    >>> gradients, pending = input_backward([layer(value)], [torch.ones(1, 1)], [value], weights)
-    >>> torch.equal(gradients[0], layer.weight), layer.weight.grad
-    (True, None)
-    >>> weight_backward(pending)
-    >>> layer.weight.grad
-    tensor([[1., 1.]])
-    """
-    starts, receivers = find_starts(outputs, output_grads), find_receivers(inputs)
-    if not starts.outputs:
-        return (None,) * len(inputs), PendingWeights(nothing)
-    if not receivers:
-        return (None,) * len(inputs), _all_later(starts)
-    free = parameters if isinstance(parameters, StageWeights) and parameters.are_free() else None
-    on_cpu = starts.outputs[0].is_cpu
-    if free is not None and not (free.pay_for(receivers.values(), on_cpu) and _may_be_chosen(receivers)):
-        return _hold_gradients(starts, inputs, receivers, free.parameters)
-    roots = [get_gradient_edge(output).node for output in starts.outputs]
-    graph = Graph(roots, receivers.values(), least_work(on_cpu))
-    if graph.has_reentrant_checkpoint or not graph.reaches_inputs:
-        graph.discard()
-    if not graph.reaches_inputs:
-        return (None,) * len(inputs), _all_later(starts)
-    if free is not None and not graph.cuts:
-        return _hold_gradients(starts, inputs, receivers, free.parameters)
-    if graph.has_reentrant_checkpoint:
-        raise _reentrant_checkpoint()
-    return defer_weights(starts, inputs, receivers, graph)
-
-
-def weight_backward(pending: PendingWeights) -> None:
-    """Add to each parameter's `.grad` what `full_backward` would have added, and let go of the microbatch."""
-    pending.take()()
-
-
-def _all_later(starts: Starts) -> PendingWeights:
-    edges = [get_gradient_edge(output) for output in starts.outputs]
-    return PendingWeights(functools.partial(accumulate, edges, starts.gradients))
-
-
-def _may_be_chosen(receivers: Receivers) -> bool:
-    """Whether no hook is on the inputs: some, on several tensors at once, work in a full backward only."""
-    return not any(leaf._backward_hooks for leaf in receivers.values())
-
-
-def _reentrant_checkpoint() -> InputError:
-    return InputError(
-        "a stage with checkpoint(..., use_reentrant=True) cannot be split into input_backward and weight_backward "
-        "while somebody may listen to its parameters' gradients (hooks, DistributedDataParallel, fully_shard), for "
-        "it adds them all at once. Use use_reentrant=False; or, if nobody listens, pass as parameters "
-        "StageWeights(module.parameters()), made before the forward"
-    )

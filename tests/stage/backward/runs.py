@@ -30,8 +30,8 @@ Weights = Callable[[nn.Module], Any]
 def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Take one way whatever the sizes are; what it returns makes the argument for `parameters`."""
     deferred = way.startswith("deferred")
-    monkeypatch.setattr(StageWeights, "pay_for", lambda *_: deferred)
-    monkeypatch.setattr(backward, "least_work", lambda *_: 0 if deferred else float("inf"))
+    monkeypatch.setattr(StageWeights, "is_worth_deferring", lambda *_: deferred)
+    monkeypatch.setattr(backward, "min_work_to_defer", lambda *_: 0 if deferred else float("inf"))
     if way.endswith("through autograd"):
         return lambda module: module.parameters()
     return lambda module: StageWeights(module.parameters())

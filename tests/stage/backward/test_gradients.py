@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +25,6 @@ ORDERS = (
     "I2 I0 W0 I1 W2 W1",
     "I1 B0 W1 I2 W2",
 )
-FILES = "backward hook_count stage_weights worth".split()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -217,9 +213,3 @@ def test_sizes_decide_which_way_pays() -> None:
         )
         held = [value for value in pending.take().args if isinstance(value, list)]  # type: ignore[attr-defined]
         assert ("Deferred" in repr(held)) is deferred
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_examples(file: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"pipecut.stage.backward.{file}"))
-    assert result.failed == 0

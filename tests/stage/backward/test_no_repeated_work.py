@@ -210,31 +210,31 @@ def test_hooks_on_accumulators(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_hooks_on_accumulators_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stack()
     weights = choose_way("held", monkeypatch)(module)
-    assert weights.are_free()
+    assert weights.has_no_gradient_listeners()
     calls: list[str] = []
     held = {name: get_gradient_edge(parameter).node for name, parameter in module.named_parameters()}
     for name, accumulator in held.items():
         accumulator.register_hook(lambda *_, name=name: calls.append(name))
-    weights.look_again()
-    assert not weights.are_free()
+    weights.refresh()
+    assert not weights.has_no_gradient_listeners()
     inputs = floats(6, 8)
     _, pending = input_backward([module(inputs)], [torch.ones(6, 8)], [inputs], weights)
     assert calls == []
     weight_backward(pending)
     assert sorted(calls) == sorted(held)
     del held, accumulator
-    weights.look_again()
-    assert weights.are_free()
+    weights.refresh()
+    assert weights.has_no_gradient_listeners()
 
 
 def test_weights_are_not_free_while_a_graph_is_alive() -> None:
     module = stack()
     output = module(floats(6, 8))
     weights = StageWeights(module.parameters())
-    assert not weights.are_free()
+    assert not weights.has_no_gradient_listeners()
     del output
-    weights.look_again()
-    assert weights.are_free()
+    weights.refresh()
+    assert weights.has_no_gradient_listeners()
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_fully_shard(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         part.set_requires_gradient_sync(False)
         part.set_reshard_after_backward(False)
     weights = choose_way(way, monkeypatch)(module)
-    assert not (isinstance(weights, StageWeights) and weights.are_free())
+    assert not (isinstance(weights, StageWeights) and weights.has_no_gradient_listeners())
     batches = [forward(case, module, seed) for seed in range(3)]
     for operation, number in ("I0", "I1", "W0", "I2", "W1"):
         before = gradients_of(module)

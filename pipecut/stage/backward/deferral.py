@@ -1,4 +1,9 @@
-"""The split of a large stage: the input gradients now, and later the weight gradients, which cost most of the rest."""
+"""Split the backward of a large stage: input gradients now, and later the weight gradients that cost most of the rest.
+
+The autograd graph of a microbatch is walked from the outputs, and cut at the edges from an operation to its weights.
+All that lies behind a cut, from a transposed weight to the accumulator, runs when the weight gradients are computed. So
+nothing but cuts may lead there, or it would run twice.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .deferred import OPERATIONS, Deferred, Operation
-from .engine import Gradients, PendingWeights, Receivers, Starts, Waiting, Way, accumulate, collect
-
-# MERGED: The autograd graph of one microbatch, walked from the outputs to find weight gradients that can be put off.
-# MERGED:
-# MERGED: A cut goes through the edges from an operation to its weights. What lies behind it, from a transposed
-# MERGED: weight to the
-# MERGED: accumulator, runs when the weight gradients are computed. So nothing but cuts may lead there, or it would
-# MERGED: run twice.
-
+from .autograd import Gradients, InputLeaves, PendingGradient, PendingWeights, Root, Roots, accumulate, collect
+from .nodes import DEFERRABLE_NODES, DeferrableNode, Deferred
 
 # A weight that takes more operations to make than this (casts, parametrizations) is treated like an activation.
 _LARGEST_WEIGHT_GRAPH = 16
 _ACCUMULATOR = "AccumulateGrad"
-# A reentrant checkpoint runs a backward of its own inside, and refuses to be part of one for chosen tensors only.
+# A reentrant checkpoint runs a backward of its own inside, and raises in a backward for chosen tensors only.
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class Cut(NamedTuple):
-    """An operation, its weight gradients that are put off, and what lies behind the edges that they go along."""
+class _Cut(NamedTuple):
+    """A node whose weight gradients are deferred, and the part of the graph behind the edges that they go along."""
 
     node: Node
     deferred: Deferred
@@ -39,18 +36,18 @@ class Cut(NamedTuple):
 
 
 class Graph:
-    """What still runs with the cuts made: the leaves that get a gradient then, and the cuts.
+    """The part of an autograd graph that runs at once: its leaves, and the cuts that bound it.
 
-    Every edge is followed but those that are cut. If another way turns out to lead behind a cut, it is taken back.
+    Every edge is followed but those that are cut. If another path turns out to lead behind a cut, the cut is undone.
     """
 
-    def __init__(self, roots: Iterable[Node], inputs: Iterable[Tensor], least_work: float) -> None:
-        self.cuts: list[Cut] = []
+    def __init__(self, roots: Iterable[Node], inputs: Iterable[Tensor], min_work: float) -> None:
+        self.cuts: list[_Cut] = []
         self.parameters: list[Tensor] = []
         self.reaches_inputs = False
         self.has_reentrant_checkpoint = False
         self._inputs = {id(value) for value in inputs}
-        self._least_work = least_work
+        self._min_work = min_work
         self._nodes: set[Node] = set()
         self._walk(list(roots))
         while conflicts := [cut for cut in self.cuts if not self._nodes.isdisjoint(cut.behind)]:
@@ -60,7 +57,7 @@ class Graph:
                 self._walk(cut.first_behind)
 
     def discard(self) -> None:
-        """Take back all cuts, and with them the hooks on the operations."""
+        """Undo all cuts, and with them the hooks on the nodes."""
         for cut in self.cuts:
             cut.deferred.unhook()
         self.cuts = []
@@ -77,8 +74,8 @@ class Graph:
                 self._meet_leaf(node)
                 continue
             following = [target for target, _ in node.next_functions if target is not None]
-            operation = OPERATIONS.get(kind)
-            cut = None if operation is None else self._find_cut(node, operation)
+            deferrable = DEFERRABLE_NODES.get(kind)
+            cut = None if deferrable is None else self._find_cut(node, deferrable)
             if cut is not None:
                 self.cuts.append(cut)
                 for target in cut.first_behind:
@@ -94,21 +91,21 @@ class Graph:
         else:
             self.parameters.append(leaf)
 
-    def _find_cut(self, node: Node, operation: Operation) -> Cut | None:
+    def _find_cut(self, node: Node, deferrable: DeferrableNode) -> _Cut | None:
         edges = node.next_functions
-        for numbers in operation.weight_edges:
+        for numbers in deferrable.weight_edges:
             targets = [(target, edge) for target, edge in (edges[number] for number in numbers) if target is not None]
             if len(targets) < len(numbers):
                 continue
-            recipe = operation.recipe(node, numbers)
-            behind = self._weight_graph([target for target, _ in targets]) if recipe.work >= self._least_work else None
+            recipe = deferrable.recipe(node, numbers)
+            behind = self._weight_graph([target for target, _ in targets]) if recipe.work >= self._min_work else None
             deferred = None if behind is None else Deferred.of(node, recipe, targets)
             if behind is not None and deferred is not None:
-                return Cut(node, deferred, [target for target, _ in targets], behind)
+                return _Cut(node, deferred, [target for target, _ in targets], behind)
         return None
 
     def _weight_graph(self, nodes: list[Node]) -> set[Node] | None:
-        """All that these lead to, if that is little and no input among it."""
+        """Return all nodes that these lead to; None if they are many, or an input is among them."""
         found: set[Node] = set()
         stack = list(nodes)
         while stack:
@@ -125,9 +122,9 @@ class Graph:
         return found
 
 
-def _groups_of(cuts: Iterable[Cut]) -> list[list[Deferred]]:
-    """Cuts that share something behind them belong together: what they share runs once, on the sum."""
-    group_of: dict[Node, list[Cut]] = {}
+def _shared_groups(cuts: Iterable[_Cut]) -> list[list[Deferred]]:
+    """Group cuts that share nodes behind them: those run once, on the sum of the gradients."""
+    group_of: dict[Node, list[_Cut]] = {}
     for cut in cuts:
         group = [cut]
         for others in {id(group_of[node]): group_of[node] for node in cut.behind if node in group_of}.values():
@@ -137,40 +134,40 @@ def _groups_of(cuts: Iterable[Cut]) -> list[list[Deferred]]:
     return [[cut.deferred for cut in group] for group in {id(group): group for group in group_of.values()}.values()]
 
 
-# Small gradients wait for each other up to this size, for each call of autograd's engine takes time. Large ones go at
-# once: what they took is then there for the next one.
+# Small gradients are passed to autograd's engine together, up to this size, for each call takes time. Large ones go at
+# once, which frees their memory for the next one.
 _BYTES_AT_ONCE = 2**20
 
 
 def defer_weights(
-    starts: Starts, inputs: Sequence[Any], receivers: Receivers, graph: Graph
+    roots: Roots, inputs: Sequence[Any], leaves: InputLeaves, graph: Graph
 ) -> tuple[Gradients, PendingWeights]:
-    """Compute the gradients of the inputs, and of the parameters that no cut keeps them from; the latter wait."""
+    """Compute the gradients of the inputs now, and of the parameters before a cut, which are held back."""
     edges = [GradientEdge(cut.node, 0) for cut in graph.cuts]
-    wanted: list[Way] = [*receivers.values(), *graph.parameters, *edges]
+    wanted: list[Root] = [*leaves.values(), *graph.parameters, *edges]
     try:
-        with _silent(graph.parameters):
-            found = collect(starts.outputs, starts.gradients, wanted)
+        with _without_hooks(graph.parameters):
+            found = collect(roots.outputs, roots.gradients, wanted)
     finally:
         for cut in graph.cuts:
             cut.deferred.unhook()
     for cut in reversed(graph.cuts):
-        cut.deferred.arrived(found.pop())
-    received = _own_gradients(receivers, found, starts.gradients)
+        cut.deferred.set_if_missing(found.pop())
+    received = _like_accumulated(leaves, found, roots.gradients)
     gradients = tuple(received.get(index) for index in range(len(inputs)))
-    ways: list[Way] = []
+    entries: list[Root] = []
     held: list[Tensor | None] = []
-    for parameter, gradient in zip(graph.parameters, found[len(receivers) :], strict=True):
+    for parameter, gradient in zip(graph.parameters, found[len(leaves) :], strict=True):
         if gradient is not None:
-            ways.append(parameter)
+            entries.append(parameter)
             held.append(gradient)
-    groups = _groups_of(graph.cuts)
-    finish = functools.partial(_finish, ways, held, groups)
-    return gradients, PendingWeights(finish, functools.partial(_waiting, held, groups))
+    groups = _shared_groups(graph.cuts)
+    finish = functools.partial(_finish, entries, held, groups)
+    return gradients, PendingWeights(finish, functools.partial(_pending, held, groups))
 
 
 class _Held:
-    """A gradient of a parameter that is there already, at its place in a list."""
+    """A gradient of a parameter that is computed already, at its place in a list."""
 
     def __init__(self, gradients: list[Tensor | None], place: int) -> None:
         self._gradients = gradients
@@ -185,15 +182,17 @@ class _Held:
         self._gradients[self._place] = gradient
 
 
-def _waiting(held: list[Tensor | None], groups: list[list[Deferred]]) -> list[Waiting]:
+def _pending(held: list[Tensor | None], groups: list[list[Deferred]]) -> list[PendingGradient]:
     return [*(deferred for group in groups for deferred in group), *(_Held(held, at) for at in range(len(held)))]
 
 
-def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Gradients as they would be in `.grad`: laid out like the input, and not the same tensor as another one."""
+def _like_accumulated(
+    leaves: InputLeaves, found: Iterable[Tensor | None], taken: Iterable[Tensor]
+) -> dict[int, Tensor]:
+    """Return gradients as autograd leaves them in `.grad`: laid out like the input, none the same tensor as another."""
     seen = set(map(id, taken))
     own = {}
-    for (index, leaf), gradient in zip(receivers.items(), found, strict=False):
+    for (index, leaf), gradient in zip(leaves.items(), found, strict=False):
         if gradient is None:
             continue
         if gradient.layout is torch.strided and (id(gradient) in seen or gradient.stride() != leaf.stride()):
@@ -204,8 +203,8 @@ def _own_gradients(receivers: Receivers, found: Iterable[Tensor | None], taken: 
 
 
 @contextlib.contextmanager
-def _silent(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Keep hooks on these tensors quiet: they are called when the gradient is added to `.grad`."""
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks on these tensors for a while: they are called when the gradient is added to `.grad`."""
     hooked = [hooks for hooks in (parameter._backward_hooks for parameter in parameters) if hooks]
     kept = [dict(hooks) for hooks in hooked]
     for hooks in hooked:
@@ -219,31 +218,31 @@ def _silent(parameters: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before | since)
 
 
-def _finish(ways: list[Way], held: list[Tensor | None], groups: list[list[Deferred]]) -> None:
-    """Compute what was put off, and let autograd add it, and the gradients that were held, to `.grad`, hooks and all.
+def _finish(entries: list[Root], held: list[Tensor | None], groups: list[list[Deferred]]) -> None:
+    """Compute the deferred gradients, and let autograd add them and those held back to `.grad`, hooks and all.
 
     Autograd must sum what a group of gradients has in common before it calls a hook: it gets each group at once.
     """
-    waiting = 0
+    size = 0
     gradients = [gradient for gradient in held if gradient is not None]
     if len(gradients) < len(held):
-        ways = [way for way, gradient in zip(ways, held, strict=True) if gradient is not None]
+        entries = [entry for entry, gradient in zip(entries, held, strict=True) if gradient is not None]
     held.clear()
     while groups:
         for deferred in groups.pop():
-            for way, gradient in deferred.compute():
-                ways.append(way)
+            for entry, gradient in deferred.compute():
+                entries.append(entry)
                 gradients.append(gradient)
-                waiting += gradient.nbytes
+                size += gradient.nbytes
                 del gradient
-        if waiting >= _BYTES_AT_ONCE:
-            _pass_on(ways, gradients)
-            waiting = 0
-    _pass_on(ways, gradients)
+        if size >= _BYTES_AT_ONCE:
+            _pass_on(entries, gradients)
+            size = 0
+    _pass_on(entries, gradients)
 
 
-def _pass_on(ways: list[Way], gradients: list[Tensor]) -> None:
-    if ways:
-        accumulate(ways, gradients)
-    ways.clear()
+def _pass_on(entries: list[Root], gradients: list[Tensor]) -> None:
+    if entries:
+        accumulate(entries, gradients)
+    entries.clear()
     gradients.clear()

@@ -1,4 +1,7 @@
-"""Weight gradients of one operation that are computed later than the rest of its backward."""
+"""Autograd nodes whose weight gradients can be computed later than the rest of their backward, and the formulas.
+
+`DEFERRABLE_NODES` has an entry for each kind of node; `Deferred` holds the weight gradients of one node until then.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ...errors import InputError
-from .engine import Way
-from .weights import is_alone, put_hook, work_of
-
-# MERGED: Operations whose weight gradients can be computed apart from the rest of their backward, and how.
-
+from .autograd import Root
+from .weights import is_only_hook, register_own_hook, weight_gradient_work
 
 _Edges: TypeAlias = tuple[int, ...]
 
 
 class _Recipe(NamedTuple):
-    """How to get some gradients that an operation sends on, from the one that arrives and saved tensors of these names.
+    """A formula for some gradients that a node passes on, from the one that arrives and saved tensors of these names.
 
-    `work` estimates the cost, in operations on numbers; below 0 it never pays to put the gradients off.
+    `work` estimates the cost, in operations on numbers; below 0 it is never worth deferring the gradients.
     """
 
     work: float
@@ -33,8 +33,8 @@ class _Recipe(NamedTuple):
     formula: Callable[..., tuple[Tensor | None, ...]]
 
 
-class Operation(NamedTuple):
-    """The edges of an operation along which weights may lie, those that go together as one, and recipes for them."""
+class DeferrableNode(NamedTuple):
+    """The edges of a node along which weights may lie, as groups that go together, and their recipes."""
 
     weight_edges: tuple[_Edges, ...]
     recipe: Callable[[Any, _Edges], _Recipe]
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class _Product:
-    """`left @ right` of two matrices. Operations and layouts are those of autograd: so are the results, to the bit."""
+    """Recipe of `left @ right` of two matrices. Operations and layouts are those of autograd: so are the bits."""
 
     left: str
     right: str
@@ -56,9 +56,11 @@ class _Product:
         if edges == (self.right_edge,):
             flipped = getattr(node, f"_saved_{self.right}_sym_strides") == (1, inner)
             formula = functools.partial(_right_factor, flipped, scale)
-            return _Recipe(work_of(inner * columns, rows), (self.left,), formula)
+            return _Recipe(weight_gradient_work(inner * columns, rows), (self.left,), formula)
         flipped = getattr(node, f"_saved_{self.left}_sym_strides") == (1, rows)
-        return _Recipe(work_of(rows * inner, columns), (self.right,), functools.partial(_left_factor, flipped, scale))
+        return _Recipe(
+            weight_gradient_work(rows * inner, columns), (self.right,), functools.partial(_left_factor, flipped, scale)
+        )
 
 
 def _right_factor(flipped: bool, scale: Any, gradient: Tensor, left: Tensor) -> tuple[Tensor]:
@@ -76,16 +78,16 @@ def _scaled(product: Tensor, scale: Any) -> Tensor:
 
 
 def _batched_product(node: Any, edges: _Edges) -> _Recipe:
-    """`left @ right` of two batches of matrices, which is also what einsum makes of most products."""
+    """Return the recipe of `left @ right` of two batches of matrices, which einsum makes of most products too."""
     _, rows, columns = node._input_metadata[0].shape
     elements = _elements_behind(node, *edges)
     if edges == (1,):
-        return _Recipe(work_of(elements, rows), ("self",), _batched_right_factor)
-    return _Recipe(work_of(elements, columns), ("mat2",), _batched_left_factor)
+        return _Recipe(weight_gradient_work(elements, rows), ("self",), _batched_right_factor)
+    return _Recipe(weight_gradient_work(elements, columns), ("mat2",), _batched_left_factor)
 
 
 def _elements_behind(node: Any, edge: int) -> int:
-    """How many elements a gradient has that goes along this edge."""
+    """Return the number of elements of the gradient that goes along this edge."""
     # A saved tensor would tell it too, but may be packed; unpacking it may start a recomputation.
     target, number = node.next_functions[edge]
     return math.prod(target._input_metadata[number].shape)
@@ -100,10 +102,10 @@ def _batched_left_factor(gradient: Tensor, right: Tensor) -> tuple[Tensor]:
 
 
 def _convolution(node: Any, edges: _Edges) -> _Recipe:
-    """Weight and bias together: the kernels that compute one often compute the other along with it."""
+    """Return the recipe of weight and bias together: kernels that compute one often compute the other with it."""
     shape = node._input_metadata[0].shape
     has_bias = node.next_functions[2][0] is not None
-    work = work_of(_elements_behind(node, edges[0]), math.prod(shape) // max(1, shape[1]))
+    work = weight_gradient_work(_elements_behind(node, edges[0]), math.prod(shape) // max(1, shape[1]))
     names = "bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
     options = [getattr(node, f"_saved_{name}") for name in names]
     formula = functools.partial(_convolution_weight, options, has_bias)
@@ -123,7 +125,7 @@ def _embedding(node: Any, _: _Edges) -> _Recipe:
     sparse, by_frequency = node._saved_sparse, node._saved_scale_grad_by_freq
     # No padding is -1, which the node shows as an unsigned number.
     options = rows, padding - 2**64 if padding >= 2**63 else padding, by_frequency, sparse
-    work = -1 if sparse else work_of(_elements_behind(node, 0), 0)
+    work = -1 if sparse else weight_gradient_work(_elements_behind(node, 0), 0)
     return _Recipe(work, ("indices",), functools.partial(_embedding_weight, options))
 
 
@@ -131,20 +133,20 @@ def _embedding_weight(options: tuple[Any, ...], gradient: Tensor, indices: Tenso
     return (torch.ops.aten.embedding_backward(gradient, indices, *options),)
 
 
-OPERATIONS: Mapping[str, Operation] = {
-    "MmBackward0": Operation(((1,), (0,)), _Product("self", "mat2")),
-    "AddmmBackward0": Operation(((2,), (1,)), _Product("mat1", "mat2", right_edge=2, scale="alpha")),
-    "BmmBackward0": Operation(((1,), (0,)), _batched_product),
-    "ConvolutionBackward0": Operation(((1, 2), (1,)), _convolution),
-    "EmbeddingBackward0": Operation(((0,),), _embedding),
+DEFERRABLE_NODES: Mapping[str, DeferrableNode] = {
+    "MmBackward0": DeferrableNode(((1,), (0,)), _Product("self", "mat2")),
+    "AddmmBackward0": DeferrableNode(((2,), (1,)), _Product("mat1", "mat2", right_edge=2, scale="alpha")),
+    "BmmBackward0": DeferrableNode(((1,), (0,)), _batched_product),
+    "ConvolutionBackward0": DeferrableNode(((1, 2), (1,)), _convolution),
+    "EmbeddingBackward0": DeferrableNode(((0,),), _embedding),
 }
 
 
 class Deferred:
-    """A recipe and what it takes: tensors that the operation saved, and the gradient that arrives at it.
+    """Deferred gradients: a recipe, the tensors that the node saved for it, and the gradient that arrives at the node.
 
-    The tensors are taken out of the graph at once, which lets go of them during the backward. The gradient is noted by
-    a hook on the operation, and so is what other hooks made of it.
+    The tensors are taken out of the graph at once, for it drops them during the backward. A hook on the node records
+    the gradient, with the changes that other hooks made to it.
     """
 
     __slots__ = ("_formula", "_gradient", "_handle", "_kind", "_targets", "_tensors", "_versions")
@@ -155,20 +157,20 @@ class Deferred:
         # Without detach() each would keep the graph behind it alive.
         self._tensors = [tensor.detach() for tensor in tensors]
         self._versions = [tensor._version for tensor in tensors]
-        # An operation written in Python is not kept alive by a reference to it, but by those that lead to it.
+        # A node written in Python is not kept alive by a reference to it, but by those that lead to it.
         self._targets = [
             GradientEdge(target, number, node if issubclass(type(target), torch._C._FunctionBase) else None)
             for target, number in targets
         ]
         self._gradient: Tensor | None = None
-        self._handle = put_hook(node.register_hook, self._note)
+        self._handle = register_own_hook(node.register_hook, self._record)
 
     @classmethod
     def of(cls, node: Node, recipe: _Recipe, targets: Sequence[tuple[Node, int]]) -> Deferred | None:
-        """Put a recipe off; None where something is in the way.
+        """Defer a recipe; return None if that is not possible.
 
-        That is: saved tensors that are sparse or packed by hooks, as checkpoints and offloading do it, and hooks of
-        others on the operation, who would miss the weight's gradient.
+        Obstacles are saved tensors that are sparse, or packed by hooks, as checkpoints and offloading do it, and hooks
+        of others on the node, which would miss the weight's gradient.
         """
         tensors = []
         for name in recipe.ingredients:
@@ -178,17 +180,17 @@ class Deferred:
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
         made = cls(node, recipe, tensors, targets)
-        if is_alone(made._handle) and not (_runs_no_more(node, targets) and _has_hooks_before(node)):
+        if is_only_hook(made._handle) and not (_runs_no_more(node, targets) and _has_hooks_before(node)):
             return made
         made.unhook()
         return None
 
-    def _note(self, _: object, gradients: Sequence[Tensor | None]) -> None:
+    def _record(self, _: object, gradients: Sequence[Tensor | None]) -> None:
         self._gradient = gradients[0]
 
     @property
     def gradient(self) -> Tensor | None:
-        """What arrived at the operation."""
+        """The gradient that arrived at the node."""
         return self._gradient
 
     @gradient.setter
@@ -196,16 +198,16 @@ class Deferred:
         self._gradient = gradient
 
     def unhook(self) -> None:
-        """Listen to the operation no longer."""
+        """Remove the hook from the node."""
         self._handle.remove()
 
-    def arrived(self, gradient: Tensor | None) -> None:
-        """The gradient that autograd gives for the operation; right if it did not run, for then no hook was called."""
+    def set_if_missing(self, gradient: Tensor | None) -> None:
+        """Set the gradient that autograd gives for a node that did not run, whose hook was not called."""
         if self._gradient is None:
             self._gradient = gradient
 
-    def compute(self) -> list[tuple[Way, Tensor]]:
-        """The gradients and the ways on which they go on, none if none arrived. All that it took is released."""
+    def compute(self) -> list[tuple[Root, Tensor]]:
+        """Return the gradients and where they enter the graph again, none if none arrived; release what it took."""
         gradient, self._gradient = self._gradient, None
         tensors, self._tensors = self._tensors, []
         if gradient is None:
@@ -217,24 +219,24 @@ class Deferred:
                     f"in place between input_backward and weight_backward (version {tensor._version}, expected "
                     f"{version}): change it after weight_backward, or change a copy"
                 )
-        made = self._formula(gradient, *tensors)
-        return [(_way_in(edge, made), made) for edge, made in zip(self._targets, made, strict=True) if made is not None]
+        pairs = zip(self._targets, self._formula(gradient, *tensors), strict=True)
+        return [(_entry_at(edge, made), made) for edge, made in pairs if made is not None]
 
 
 def _runs_no_more(node: Node, targets: Sequence[tuple[Node, int]]) -> bool:
-    """Whether nothing is left for the operation to compute, if these gradients are put off."""
+    """Return True if nothing is left for the node to compute when these gradients are deferred."""
     return len(targets) == sum(target is not None for target, _ in node.next_functions)
 
 
 def _has_hooks_before(node: Node) -> bool:
-    handle = put_hook(node.register_prehook, lambda gradients: None)
-    alone = is_alone(handle)
+    handle = register_own_hook(node.register_prehook, lambda gradients: None)
+    only = is_only_hook(handle)
     handle.remove()
-    return not alone
+    return not only
 
 
-def _way_in(edge: GradientEdge, gradient: Tensor) -> Way:
-    """Where to hand over a gradient. Given directly to an accumulator it would be copied, for we refer to it still."""
+def _entry_at(edge: GradientEdge, gradient: Tensor) -> Root:
+    """Return where a gradient enters: given directly to an accumulator it would be copied, for we refer to it still."""
     parameter: Any = getattr(edge.node, "variable", None)
     plain = type(parameter) in (Tensor, torch.nn.Parameter) and gradient.layout is torch.strided
     if not plain or parameter.grad is not None:
