@@ -9,6 +9,9 @@ from .inputs import bind_inputs as bind_inputs
 from .inputs import read_example as read_example
 from .marker import is_mark as is_mark
 from .marker import pipe_split as pipe_split
+from .operators import Shape as Shape
+from .operators import operator_name as operator_name
+from .operators import operator_of as operator_of
 from .pipe_info import Edge as Edge
 from .pipe_info import PipeInfo as PipeInfo
 from .pipe_info import RecomputedValue as RecomputedValue
@@ -45,8 +48,6 @@ from .traced import Template as Template
 from .traced import TracedCall as TracedCall
 from .traced import TracedInput as TracedInput
 from .traced import TracedModel as TracedModel
-from .tracing.operators import PASS_THROUGH as PASS_THROUGH
-from .tracing.operators import operator_name as operator_name
 from .tracing.run import has_forward_hooks as has_forward_hooks
 from .tracing.tracer import ModelTracer as ModelTracer
 from .tracing.tracer import TracerName as TracerName

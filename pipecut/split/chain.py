@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_name
+from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_of
 from .balance.problem import Blocks, Shared
 from .cost.machine import Machine, OperationTimes, Times
 from .cost.operation import CostFinder, Weights, operation_flops
@@ -235,9 +235,6 @@ def _with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
 # MERGED: A traced model made a chain: every operation in the block that it belongs to, and what the blocks cost.
 
 
-NUMBERS = ("aten::item", "aten::_local_scalar_dense")
-
-
 def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping[str, int] | None = None) -> Chain:
     """The chain of a traced model at given sizes of its symbolic dims, those of the example if left out.
 
@@ -386,7 +383,7 @@ class _ChainMaker:
         """Numbers that were taken out of a tensor, and those made of them."""
         found: set[int] = set()
         for op in self.operations:
-            if operator_name(op.target) in NUMBERS or (op.spec is None and not found.isdisjoint(op.refs)):
+            if operator_of(op.target).returns_number or (op.spec is None and not found.isdisjoint(op.refs)):
                 found.add(op.index)
         return found
 

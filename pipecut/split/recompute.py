@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_name
+from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_of
 from .cost.operation import Weights
 from .dataflow import FlowFinder
 from .modes import Modes
@@ -31,9 +31,6 @@ from .state import written_state
 # MERGED: Which operations another stage may run again, and get the same bits: masks, positions, tables of sines.
 
 
-# `torch.tensor(1.0)` in a forward is traced as a copy that is detached in place; without a gradient that is nothing.
-_HARMLESS_WRITES = ("aten::detach_",)
-
 _RANDOM = (torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise)
 
 
@@ -45,7 +42,7 @@ class _Repeatable:
         self._written = {
             traced.operations[index].storage
             for op in traced.operations
-            if operator_name(op.target) not in _HARMLESS_WRITES
+            if operator_of(op.target).writes_values
             for index in op.writes
         }
         self._written |= {traced.operations[index].storage for span in _untraced(traced) for index in span.args.refs}
@@ -126,11 +123,10 @@ def _is_pure(target: Any) -> bool:
         return False
     returns = target._schema.returns
     gives_tensors = bool(returns) and all(str(each.type) in ("Tensor", "List[Tensor]") for each in returns)
-    uninitialised = operator_name(target).removeprefix("aten::").removeprefix("new_").startswith("empty")
     return (
         gives_tensors
         and not target._schema.is_mutable
-        and not uninitialised
+        and operator_of(target).is_deterministic
         and not any(tag in target.tags for tag in _RANDOM)
     )
 

@@ -12,16 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import SplitError
-from ..pipe_ir import HOOK_DICTS, ModuleRef, Operation, TiedParameter, TracedModel, is_plain_object, operator_name
+from ..pipe_ir import HOOK_DICTS, ModuleRef, Operation, TiedParameter, TracedModel, is_plain_object, operator_of
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
-
-# Operations that count as writing to their running statistics, which they do only if this argument is true: a stage may
-# be put in training mode after the trace.
-_UPDATED_IF = {
-    "aten::batch_norm": "training",
-    "aten::instance_norm": "use_input_stats",
-    "aten::_native_batch_norm_legit": "training",
-}
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,13 @@ def changed_state(traced: TracedModel) -> set[str]:
 
 
 def _only_reads_statistics(op: Operation) -> bool:
-    """An operation that updates running statistics if it is told to, and was not."""
+    """Return True for an operation that updates running statistics if an argument says so, which it does not.
+
+    It counts as writing to them all the same: a stage may be put in training mode after the trace.
+    """
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
-    flag = _UPDATED_IF.get(operator_name(op.target))
+    flag = operator_of(op.target).updates_if
     names = [argument.name for argument in op.target._schema.arguments]
     given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
     return flag is not None and given.get(flag) is False

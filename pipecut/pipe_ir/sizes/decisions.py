@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..tracing.operators import operator_name
+from ..operators import operator_name, operator_of
 from ..tracing.seen import OpenSpan
 from ..tracing.user_line import user_line
 
@@ -26,15 +26,6 @@ from ..tracing.user_line import user_line
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
-
-# Operations whose results have shapes that follow by arithmetic, whatever the sizes are.
-_SHAPE_BY_ARITHMETIC = {
-    f"aten::{name}"
-    for name in (
-        "alias", "as_strided", "clone", "contiguous", "copy_", "detach", "permute", "reshape", "select", "t",
-        "_to_copy", "to", "transpose", "unsqueeze", "view", "_unsafe_view",
-    )
-}  # fmt: skip
 
 
 def _is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
@@ -65,8 +56,9 @@ def _is_asked_by_torch(unequal: bool) -> bool:
     while frame is not None:
         filename, name = frame.f_code.co_filename, frame.f_code.co_name
         if name == "proxy_call" and filename.endswith("proxy_tensor.py"):
-            operation = operator_name(frame.f_locals["func"])
-            return operation in _SHAPE_BY_ARITHMETIC or (unequal and operation != "aten::squeeze")
+            func = frame.f_locals["func"]
+            squeezes = operator_name(func) == "aten::squeeze"
+            return operator_of(func).shape_by_arithmetic or (unequal and not squeezes)
         if not filename.startswith((_TORCH, _OWN)):
             return not by_python
         by_python = by_python or name in ("__bool__", "__int__", "__index__", "_check_with")

@@ -13,30 +13,10 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..tracing.operators import operator_name
+from ..operators import operator_name, operator_of
 from ..tracing.seen import SeenNode
 
 _Hints = Mapping[sympy.Symbol, int]
-
-# Operations that leave row i of dim 0 what row i was, as long as there are as many rows after as before.
-_SAME_ROWS = {
-    "to", "_to_copy", "alias", "contiguous", "clone", "detach", "lift_fresh_copy", "eq", "ne", "gt", "ge", "lt", "le",
-    "logical_not", "bitwise_not", "__and__", "__or__", "mul", "add", "sub", "rsub", "masked_fill",
-    "view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "slice",
-}  # fmt: skip
-# Operations on a list of numbers that leave the numbers as they are, in another shape or type.
-_SAME_NUMBERS = {
-    "unsqueeze",
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "expand",
-    "to",
-    "_to_copy",
-    "alias",
-    "contiguous",
-    "clone",
-}
 
 _EVERYTHING = (0, 2**63 - 1)  # numbers[:, None] begins with numbers[0:...]
 
@@ -92,11 +72,7 @@ def _chained(merged: dict[sympy.Symbol, sympy.Symbol]) -> dict[sympy.Symbol, sym
 def _rows(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | None:
     """The number of rows of an input, if these are its rows one by one."""
     node = seen.get(value)
-    while (
-        node is not None
-        and node.op == "call_function"
-        and operator_name(node.target).removeprefix("aten::") in _SAME_ROWS
-    ):
+    while node is not None and node.op == "call_function" and operator_of(node.target).keeps_rows:
         rows = node.value.shape[:1]
         tensors = [item for item in _tensors(node.args, seen) if rows and item.value.shape[:1] == rows]
         node = tensors[0] if len(tensors) == 1 else None
@@ -115,7 +91,7 @@ def _row_numbers(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | No
             plain = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
             return _symbol(node.value.shape[0]) if plain else None
         whole = name == "slice" and tuple(node.args[2:]) == _EVERYTHING
-        node = seen.get(node.args[0]) if whole or name in _SAME_NUMBERS else None
+        node = seen.get(node.args[0]) if whole or operator_of(node.target).keeps_numbers else None
     return None
 
 

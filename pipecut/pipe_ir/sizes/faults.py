@@ -8,9 +8,9 @@ from typing import Any
 import sympy
 
 from ...errors import warn
+from ..operators import operator_name
 from ..spec import Dim
 from ..traced import Condition, FixedDim, Operation, TracedCall, TracedInput, TracedModel
-from ..tracing.operators import operator_name
 from ..tracing.recorder import Recorder
 from .dynamic import DynamicDims, Place
 from .symbols import Symbols

@@ -13,11 +13,12 @@ from torch.fx import GraphModule, Node
 
 from ..inputs import Example, ambient_autocast
 from ..marker import is_mark
+from ..operators import operator_of
 from ..sizes.equal import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
 from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
-from .operators import PASS_THROUGH, WITHOUT_GRADIENT, Modes, operator_name, returned_argument, written_arguments
+from .effects import Modes, returned_argument, written_arguments
 from .recorder import Recorder
 from .seen import OpenSpan, SeenNode, SeenTensor
 from .user_line import line_of
@@ -115,7 +116,7 @@ class _Drafts:
             self._rewrite(seen.node, same.index, op, requires_grad)
 
     def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
-        if operator_name(target) in PASS_THROUGH and refs:
+        if operator_of(target).passes_through and refs:
             return self._drafts[refs[0]].operation.storage
         return _storage(seen.value)
 
@@ -149,7 +150,7 @@ class _Drafts:
         if not isinstance(seen.value, torch.Tensor):
             return from_arguments
         differentiable = seen.value.dtype.is_floating_point or seen.value.dtype.is_complex
-        if not (differentiable and self.modes.context.grad) or operator_name(target) in WITHOUT_GRADIENT:
+        if not (differentiable and self.modes.context.grad) or not operator_of(target).has_gradient:
             return False
         return from_arguments
 

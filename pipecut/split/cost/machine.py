@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from ...errors import PipeError
-from ...pipe_ir import Operation, operator_name
+from ...pipe_ir import Operation, operator_of
 from ...text import dtype_name
 from .operation import CostFinder, Weights, operation_flops
 from .saved import bytes_of
@@ -154,16 +154,8 @@ def _no_wait() -> None:
 # MERGED: Times of an operation on a machine: forward, backward for the inputs, backward for the weights.
 
 
-# The backward of an elementwise operation reads the gradient and what was kept, and writes a gradient.
-_BACKWARD_BYTES = 1.5
-
-# Attention runs its forward once more in the backward, and has four products there instead of two.
-_ATTENTION_BACKWARD = 2.5
-
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
 ACCUMULATED = 3
-
-_TABLES = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 
 
 @dataclass(frozen=True)
@@ -231,15 +223,14 @@ class OperationTimes:
             return Times(forward)
         values, weights = self._gradients(op)
         again = forward if op.index in self._repeated else 0.0
-        name = operator_name(op.target)
+        operator = operator_of(op.target)
         if flops:
-            each = _ATTENTION_BACKWARD / 3 if name.endswith("attention") else 1.0
+            each = operator.backward_flops
             backward = self.machine.time(flops * each, moved * each, dtype)
             return Times(
                 forward, again + backward * len(values), (backward if weights else 0.0) + self._accumulation(weights)
             )
-        factor = 1.0 if name in _TABLES else _BACKWARD_BYTES
-        backward = self.machine.time(0, moved * factor, dtype)
+        backward = self.machine.time(0, moved * operator.backward_bytes, dtype)
         if values:
             return Times(forward, again + backward, self._accumulation(weights))
         return Times(forward, again, backward + self._accumulation(weights))

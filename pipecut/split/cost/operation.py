@@ -9,108 +9,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 
-from ...pipe_ir import Dim, Operation, Ref, TensorSpec, TracedModel, operator_name
+from ...pipe_ir import Dim, Operation, Ref, TensorSpec, TracedModel, operator_of
 from .saved import MemoryMap, SavedValues, bytes_of
-from .trial import Shape, try_operation
-
-_Formula = Callable[[list[Any], Shape], Dim]
-
-
-def _volume(shape: Shape) -> Dim:
-    return math.prod(shape)
-
-
-def _contraction(args: list[Any], out: Shape) -> Dim:
-    """A matrix product: each output element sums over the last dim of the first argument."""
-    return 2 * _volume(out) * args[0][-1]
-
-
-def _second_contraction(args: list[Any], out: Shape) -> Dim:
-    return 2 * _volume(out) * args[1][-1]
-
-
-def _bilinear(args: list[Any], out: Shape) -> Dim:
-    """Each output element sums over the last dims of both factors."""
-    return 2 * _volume(out) * args[0][-1] * args[1][-1]
-
-
-def _batch_sum(args: list[Any], out: Shape) -> Dim:
-    """Products of matrices, summed over the batch."""
-    return 2 * _volume(args[1]) * args[2][-1]
-
-
-def _distances(args: list[Any], out: Shape) -> Dim:
-    """Each distance sums over the last dim, a product for each element."""
-    return 2 * _volume(out) * args[0][-1]
-
-
-def _convolution(args: list[Any], out: Shape) -> Dim:
-    return 2 * _volume(out) * _volume(args[1][1:])
-
-
-def _any_convolution(args: list[Any], out: Shape) -> Dim:
-    return (_transposed_convolution if args[6] else _convolution)(args, out)
-
-
-def _time_convolution(args: list[Any], out: Shape) -> Dim:
-    """The weight is (time, channels in, channels out)."""
-    return 2 * _volume(out) * _volume(args[1][:2])
-
-
-def _transposed_convolution(args: list[Any], out: Shape) -> Dim:
-    return 2 * _volume(args[0]) * _volume(args[1][1:])
-
-
-def _attention(args: list[Any], out: Shape) -> Dim:
-    query, key, value = args[:3]
-    return 2 * _volume(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _recurrent(args: list[Any], out: Shape) -> Dim:
-    """Every weight matrix of the layers is applied to every element of the sequence."""
-    weights = next((arg for arg in args[1:] if isinstance(arg, list) and arg and len(arg[0]) == 2), [])
-    return 2 * _volume(args[0][:-1]) * sum(_volume(weight) for weight in weights if len(weight) == 2)
-
-
-def _eager_call(args: list[Any], out: Shape) -> Dim:
-    """Nobody looked inside: every weight matrix is taken to be applied to every row of the first argument."""
-    rows = _volume(args[0][0][:-1]) if args[0] else 1
-    return 2 * rows * sum(_volume(weight) for weight in args[1] if len(weight) > 1)
-
-
-def _of(formula: _Formula, names: str) -> dict[str, _Formula]:
-    return {f"aten::{name}": formula for name in names.split()}
-
-
-_FORMULAS: Mapping[str, _Formula] = {
-    **_of(_contraction, "linear matmul mm bmm mv dot vdot _grouped_mm _scaled_mm"),
-    **_of(_second_contraction, "addmm baddbmm addmv"),
-    **_of(_batch_sum, "addbmm"),
-    **_of(_bilinear, "bilinear"),
-    **_of(_distances, "cdist"),
-    **_of(_convolution, "conv1d conv2d conv3d"),
-    **_of(_any_convolution, "convolution _convolution"),
-    **_of(_time_convolution, "conv_tbc"),
-    **_of(_transposed_convolution, "conv_transpose1d conv_transpose2d conv_transpose3d"),
-    **_of(_attention, "scaled_dot_product_attention"),
-    "flex_attention": _attention,
-    "pipecut::eager_call": _eager_call,
-    **_of(_recurrent, "lstm gru rnn_tanh rnn_relu"),
-}
+from .trial import try_operation
 
 
 def operation_flops(traced: TracedModel, op: Operation) -> Dim:
     """The floating-point operations of an operation's matrix products and convolutions; 0 for all other operations."""
     if op.kind != "op":
         return 0
-    formula = _FORMULAS.get(operator_name(op.target))
+    formula = operator_of(op.target).flops
     if formula is None:
         return _flops_of_parts(traced, op)
 
@@ -127,7 +42,8 @@ def operation_flops(traced: TracedModel, op: Operation) -> Dim:
 def _flops_of_parts(traced: TracedModel, op: Operation) -> Dim:
     tried = try_operation(traced, op) if _may_hold_products(op.target) else None
     parts = () if tried is None else tried.parts
-    return sum((_FORMULAS[part.name](list(part.args), part.out) for part in parts if part.name in _FORMULAS), 0)
+    formulas = [(operator_of(part.name).flops, part) for part in parts]
+    return sum((formula(part.args, part.out) for formula, part in formulas if formula is not None), 0)
 
 
 @functools.cache
@@ -241,7 +157,11 @@ class CostFinder:
         """The bytes that an operation reads and writes; a view moves none."""
         if op.kind != "op" or self.memory.is_view(op):
             return 0
-        return _MOVED.get(operator_name(op.target), _everything)(self.traced, op)
+        reads = operator_of(op.target).reads
+        sizes = [bytes_of(self.traced.operations[index]) for index in dict.fromkeys(op.refs)]
+        if reads == "lookup":  # what is taken from a table is read, not the table
+            return 2 * bytes_of(op) + _sum(sizes[1:])
+        return _sum([bytes_of(op), *sizes, *(sizes[:1] if reads == "twice" else ())])
 
     def is_parameter(self, index: int) -> bool:
         """Whether a value is a parameter of the model, trained or frozen."""
@@ -251,38 +171,6 @@ class CostFinder:
         """The number of a parameter in the order of the model's; what is none comes after all of them."""
         names = self.traced.state_names.get(index, ()) if self.traced.operations[index].kind == "state" else ()
         return min((self._places[name] for name in names if name in self._places), default=len(self._places))
-
-
-def _everything(traced: TracedModel, op: Operation) -> Dim:
-    """Each argument read once, the result written once."""
-    return _sum([bytes_of(op), *(bytes_of(traced.operations[index]) for index in dict.fromkeys(op.refs))])
-
-
-def _taken(traced: TracedModel, op: Operation) -> Dim:
-    """What is taken from a table, not the table."""
-    return 2 * bytes_of(op) + _sum(bytes_of(traced.operations[index]) for index in dict.fromkeys(op.refs[1:]))
-
-
-def _two_reads(traced: TracedModel, op: Operation) -> Dim:
-    """The argument is read a second time, once its sums are known."""
-    return _everything(traced, op) + _sum(bytes_of(traced.operations[index]) for index in op.refs[:1])
-
-
-_MOVED: Mapping[str, Callable[[TracedModel, Operation], Dim]] = {
-    **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _taken),
-    **dict.fromkeys(
-        (
-            "aten::softmax",
-            "aten::log_softmax",
-            "aten::layer_norm",
-            "aten::rms_norm",
-            "aten::batch_norm",
-            "aten::group_norm",
-            "aten::cross_entropy_loss",
-        ),
-        _two_reads,
-    ),
-}
 
 
 def _sum(values: Iterable[Dim]) -> Dim:

@@ -1,7 +1,6 @@
-"""What autograd keeps of an operation until its backward: a table by operator, for those that are met most.
+"""Memory that autograd keeps of an operation until its backward.
 
-Operators are those above autograd (linear, softmax); many of them are made of others, whose savings are added up here.
-An operator that is not in the table is tried out.
+The records of operators (`pipe_ir.operators`) name the rule of those that are met most; the others are tried out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...pipe_ir import PASS_THROUGH, Dim, Operation, Ref, TracedModel, operator_name
+from ...pipe_ir import Dim, Operation, Ref, TracedModel, operator_of
 from .trial import arguments_of, try_operation
 
 # MERGED: Which values of a trace lie in the same memory, and how much of it they hold on to.
@@ -60,7 +59,7 @@ class MemoryMap:
 
 def _makes_new_memory(op: Operation) -> bool:
     """Whether an operation that may hand back its argument (dropout) has work to do here."""
-    if operator_name(op.target) not in PASS_THROUGH or len(op.args) < 3:
+    if not operator_of(op.target).passes_through or len(op.args) < 3:
         return False
     return bool(op.args[2]) and op.args[1] != 0
 
@@ -96,10 +95,9 @@ class SavedValues:
             return ()
         if op.index in self._inside:
             return self._values(self._inside[op.index])
-        name = operator_name(op.target)
         if not self.needs_gradient(op) or self.memory.is_view(op):
             return ()
-        return tuple({saved.key: saved for saved in _RULES.get(name, _as_tried)(self, op)}.values())
+        return tuple({saved.key: saved for saved in _RULES[operator_of(op.target).saves](self, op)}.values())
 
     def needs_gradient(self, op: Operation) -> bool:
         """Whether there is a backward of an operation; one that returns several tensors is judged by its arguments."""
@@ -126,7 +124,7 @@ class SavedValues:
         return tuple(found.values())
 
 
-Rule = Callable[[SavedValues, Operation], Iterator[_Saved]]
+_Rule = Callable[[SavedValues, Operation], Iterator[_Saved]]
 
 
 def _kept_whole(traced: TracedModel) -> dict[int, tuple[int, ...]]:
@@ -248,11 +246,6 @@ def _dropout(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
         yield from saved.own(op, size if saved.traced.device.type == "cpu" else size / itemsize)
 
 
-def _normalised(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """The input; the mean and the deviation of a channel are small."""
-    yield from _first(saved, op)
-
-
 def _max_pool(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input, and for each result from which place it is."""
     yield from _first(saved, op)
@@ -267,10 +260,6 @@ def _cross_entropy(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
         yield from saved.value(argument)
 
 
-# Values for each position and hidden unit that the CPU keeps of a recurrent layer, seen with hooks on saved tensors.
-_GATES = {"aten::lstm": 19, "aten::gru": 7, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
-
-
 def _recurrent(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     """The input, and for each position and layer the gates and states, on the CPU in many small tensors."""
     yield from _first(saved, op)
@@ -281,37 +270,25 @@ def _recurrent(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
     hidden = saved.traced.operations[weights[1].index].spec if weights else None
     if positions is not None and hidden is not None:
         volume = positions.shape[0] * positions.shape[1] * hidden.shape[-1] * positions.dtype.itemsize
-        gates = _GATES[operator_name(op.target)] if saved.traced.device.type == "cpu" else 8
+        gates = operator_of(op.target).recurrent_values if saved.traced.device.type == "cpu" else 8
         # A layer's results, put together, are the input of the next one.
         yield from saved.own(op, (gates * layers + layers - 1) * directions * volume)
 
 
-def _of(rule: Rule, names: str) -> dict[str, Rule]:
-    return {f"aten::{name}": rule for name in names.split()}
-
-
-_RULES: Mapping[str, Rule] = {
-    **_of(_nothing, "add add_ sub sub_ rsub neg sum mean cat stack to _to_copy clone contiguous reshape copy_ pad roll "
-          "flip cumsum tril triu masked_select zeros_like ones_like constant_pad_nd upsample_nearest2d repeat "
-          "upsample_bilinear2d interpolate index_add slice_scatter select_scatter floor ceil round sign "
-          "repeat_interleave type_as float half bfloat16 double pixel_shuffle chunk split unbind pad_sequence"),
-    **_of(_output, "relu relu_ exp exp_ sigmoid sigmoid_ tanh tanh_ softmax log_softmax _softmax _log_softmax sqrt "
-          "rsqrt reciprocal leaky_relu_ elu_ hardtanh_ relu6 relu6_"),
-    **_of(_first, "gelu silu silu_ mish hardswish hardsigmoid softplus log log1p log2 abs sin cos leaky_relu elu celu "
-          "selu hardtanh clamp clamp_min clamp_max erf avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-          "adaptive_avg_pool2d adaptive_avg_pool3d logsigmoid square var std norm linalg_vector_norm prelu glu"),
-    **_of(_normalised, "batch_norm instance_norm"),
-    **_of(_linear, "linear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
-    **_of(_product, "mul mul_ mm bmm dot outer bilinear"),
-    **_of(_batched_product, "matmul"),
-    **_of(_quotient, "div div_"),
-    **_of(_power, "pow"),
-    **_of(_dropout, "dropout dropout_ feature_dropout alpha_dropout"),
-    **_of(_indices, "embedding index index_select gather scatter scatter_add take where masked_fill masked_fill_ "
-          "index_put index_put_ index_copy"),
-    **_of(_max_pool, "max_pool1d max_pool2d max_pool3d"),
-    **_of(_cross_entropy, "cross_entropy_loss"),
-    **_of(_all_inputs, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits nll_loss "
-          "nll_loss_nd"),
-    **_of(_recurrent, "lstm gru rnn_tanh rnn_relu"),
-}  # fmt: skip
+_RULES: Mapping[str | None, _Rule] = {
+    "nothing": _nothing,
+    "result": _output,
+    "first argument": _first,
+    "all arguments": _all_inputs,
+    "indices": _indices,
+    "factors": _product,
+    "batched factors": _batched_product,
+    "input and weight": _linear,
+    "quotient": _quotient,
+    "power": _power,
+    "dropout mask": _dropout,
+    "maxima": _max_pool,
+    "log probabilities": _cross_entropy,
+    "recurrent states": _recurrent,
+    None: _as_tried,
+}

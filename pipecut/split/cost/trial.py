@@ -28,14 +28,13 @@ from ...pipe_ir import (
     Opaque,
     Operation,
     Ref,
+    Shape,
     Size,
     TensorSpec,
     TracedModel,
     ambient_autocast,
     operator_name,
 )
-
-Shape = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
