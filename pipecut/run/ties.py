@@ -1,4 +1,7 @@
-"""A parameter that several stages hold: where, under which names, and whether the holders are alike."""
+"""Tied parameters: which stages hold them, and the sum of their gradients.
+
+`pipecut.schedule.tie_messages` says which messages a sum between ranks takes; this file carries them out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, PipeError
 from ..pipe_ir import PipeInfo
-from ..schedule import Dataflow, Placement
+from ..schedule import Dataflow, Placement, tie_messages
 from ..stage import PipelineStage
 from ..text import did_you_mean, numbered, tensor_text
 from .transport.base import Meta, Transport
@@ -22,7 +25,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter; in each stage that holds it, it has one of the names that are listed for that stage."""
+    """One parameter that several stages hold, in each of them under one of the names that are listed for the stage."""
 
     title: str  # a name that no other tie has
     names: Mapping[int, tuple[str, ...]]
@@ -33,7 +36,7 @@ class Tie:
         return tuple(sorted(self.names))
 
     def held(self, stages: Stages) -> list[tuple[int, Tensor]]:
-        """Those of these stages that hold it, each with its parameter."""
+        """Return those of these stages that hold it, each with its parameter."""
         here = [stage for stage in self.stages if stage in stages]
         return [(stage, self._parameter(stage, stages[stage].submod)) for stage in here]
 
@@ -47,19 +50,19 @@ class Tie:
 
 
 def _unwrapped(name: str) -> str:
-    """The name of a parameter in the user's own module."""
+    """Return the name of a parameter in the user's own module."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
     return name
 
 
 def ties_of_pipe(info: PipeInfo) -> tuple[Tie, ...]:
-    """The ties that a trace has found."""
+    """Return the ties that a trace has found."""
     return tuple(Tie(tie.names[0], dict.fromkeys(tie.stages, tie.names)) for tie in info.tied_parameters)
 
 
 def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
-    """A gradient of some holders only would pull them apart."""
+    """Raise if some holders are frozen and others are not: a gradient of some only would pull them apart."""
     frozen, trained = sorted(frozen), sorted(trained)
     if frozen and trained:
         raise PipeError(
@@ -70,17 +73,17 @@ def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int
         )
 
 
-# MERGED: The sum of the gradients of a parameter that several stages hold.
+# --------------------------------------------------------------------------------------------- the sum of gradients
 
 
-_FROZEN, WITHOUT_GRADIENT, _WITH_GRADIENT = range(3)  # what a rank says of the parameter before it sends its gradient
+_UNKNOWN, _FROZEN, _WITHOUT_GRADIENT, _WITH_GRADIENT = range(4)  # the status of the parameter on a rank
 
 
 class TiedGradients(Protocol):
-    """Sums the gradients of this step, and only those: what was accumulated before has been summed before."""
+    """Sums the gradients of this step, and only those: the ones accumulated before have been summed before."""
 
     def begin(self) -> None:
-        """Set aside what was accumulated before the step."""
+        """Set aside the gradients that were accumulated before the step."""
 
     def sum(self, number: int) -> None:
         """Sum one tie over all ranks that hold it."""
@@ -90,7 +93,7 @@ class TiedGradients(Protocol):
 
 
 class _Holders:
-    """The objects that are one parameter on a rank: one, unless the stages were copied apart."""
+    """The objects that are one parameter on a rank: a single one, unless the stages were copied apart."""
 
     def __init__(self, tie: Tie, stages: Stages) -> None:
         self.tie = tie
@@ -99,38 +102,41 @@ class _Holders:
         self._before: list[Tensor | None] | None = None
 
     def set_aside(self) -> None:
-        """Keep what was accumulated before."""
+        """Set aside the gradients that were accumulated before the step."""
         self._before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def refuse_partly_frozen(self) -> None:
-        """All holders of this rank are frozen, or none."""
+        """Raise if some holders of this rank are frozen and others are not."""
         trained = {stage: parameter.requires_grad for stage, parameter in self._held}
         _refuse_partly_frozen(
             self.tie, [stage for stage in trained if not trained[stage]], [stage for stage in trained if trained[stage]]
         )
 
     def own(self) -> Tensor | None:
-        """The sum of this step on this rank, if there is a gradient; of a parameter in shards, that of the shard."""
+        """Return the gradient of this step on this rank, if there is one; of a sharded parameter, that of the shard."""
         made = [_shard(each.grad) for each in self.parameters if each.grad is not None and each.requires_grad]
         return sum(made[1:], made[0]).contiguous() if made else None
 
-    @property
-    def state(self) -> int:
-        """What the others have to know before the sum."""
+    def status_with(self, own: Tensor | None) -> int:
+        """Return what the other ranks have to know before the sum, given `own()`."""
         if not self.parameters[0].requires_grad:
             return _FROZEN
-        return WITHOUT_GRADIENT if self.own() is None else _WITH_GRADIENT
+        return _WITHOUT_GRADIENT if own is None else _WITH_GRADIENT
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
 
     @property
     def meta(self) -> Meta:
-        """What a gradient looks like on its way."""
+        """The shape and dtype of a gradient in a message."""
         shard = _shard(self.parameters[0])
         return Meta(tuple(shard.shape), shard.dtype, False)
 
     def give(self, total: Tensor | None) -> None:
-        """The sum of all ranks, added to what was there before; None if there is none."""
+        """Add the sum of all ranks to what was there before; None if there is no gradient."""
         for parameter, before in zip(self.parameters, self._before or [None] * len(self.parameters), strict=True):
             parts = [_shard(part) for part in (before, total) if part is not None]
             # Holders do not share a tensor: an optimizer may change a gradient in place.
@@ -140,18 +146,18 @@ class _Holders:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the gradients of this step are still to be summed."""
+        """True if the gradients of this step are still to be summed."""
         return self._before is not None
 
 
 def _shard(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return the part of a tensor that this rank has."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local().detach()
 
 
 def _like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A shard as a tensor of the kind of its parameter: sharded in the same way."""
+    """Return a shard as a tensor of the kind of its parameter, sharded in the same way."""
     if not hasattr(parameter, "to_local"):
         return shard
     kind: Any = type(parameter.data)
@@ -162,11 +168,7 @@ def _like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 class DistributedTies:
-    """This rank's part in the sums: the first rank that holds a parameter adds up, in order, and sends the sum back.
-
-    So all holders have the same bits, and their parameters stay the same through any number of optimizer steps. A rank
-    says what it has before it sends a gradient: one that froze the parameter on its own would be waited for in vain.
-    """
+    """This rank's part in the sums: its sends and receives among the messages of `tie_messages`."""
 
     def __init__(
         self, ties: Sequence[Tie], stages: Mapping[int, PipelineStage], placement: Placement, transport: Transport
@@ -189,54 +191,36 @@ class DistributedTies:
             holders.set_aside()
 
     def sum(self, number: int) -> None:
-        holders, ranks = self.holders[number], self.ranks[number]
-        if self.transport.rank == ranks[0]:
-            self._collect(holders, ranks)
-        else:
-            self._contribute(holders, ranks)
+        holders, ranks, rank = self.holders[number], self.ranks[number], self.transport.rank
+        total = holders.own()
+        known = dict.fromkeys(ranks, _UNKNOWN)  # the status of each rank, as far as it is known here
+        known[rank] = holders.status_with(total)
+        arrived: list[int] = []
+        for message in tie_messages(ranks):
+            if message.source == rank and not message.has_gradient:
+                status = torch.tensor(list(known.values()), dtype=torch.int64, device=holders.device)
+                self.transport.send(message.target, [status])
+            elif message.source == rank and total is not None:
+                self.transport.send(message.target, [total])
+            elif message.target == rank and not message.has_gradient:
+                (status,) = self.transport.receive(message.source, [Meta((len(ranks),), torch.int64, False)]).wait()
+                arrived = status.tolist()
+                known |= {each: got for each, got in zip(ranks, arrived, strict=True) if got != _UNKNOWN}
+            elif message.target == rank and _WITH_GRADIENT in arrived:
+                (other,) = self.transport.receive(message.source, [holders.meta]).wait()
+                total = total + other if message.is_added and total is not None else other
+        frozen = [stage for stage in holders.tie.stages if known[self.placement.rank_of[stage]] == _FROZEN]
+        _refuse_partly_frozen(holders.tie, frozen, set(holders.tie.stages) - set(frozen))
+        holders.give(total)
 
     def finish(self) -> None:
         for holders in self.holders.values():
             if holders.is_waiting:
                 holders.give(holders.own())
 
-    def _collect(self, holders: _Holders, ranks: list[int]) -> None:
-        states, total = [holders.state], holders.own()
-        for rank in ranks[1:]:
-            states += self._states_of(rank, 1)
-            if states[-1] == _WITH_GRADIENT:
-                (other,) = self.transport.receive(rank, [holders.meta]).wait()
-                total = other if total is None else total + other
-        for rank in ranks[1:]:
-            self._send(rank, states, holders, total)
-        self._refuse_partly_frozen(holders.tie, ranks, states)
-        holders.give(total)
-
-    def _contribute(self, holders: _Holders, ranks: list[int]) -> None:
-        self._send(ranks[0], [holders.state], holders, holders.own())
-        states = self._states_of(ranks[0], len(ranks))
-        self._refuse_partly_frozen(holders.tie, ranks, states)
-        has_sum = _WITH_GRADIENT in states
-        holders.give(self.transport.receive(ranks[0], [holders.meta]).wait()[0] if has_sum else None)
-
-    def _send(self, rank: int, states: list[int], holders: _Holders, gradient: Tensor | None) -> None:
-        device = holders.parameters[0].device
-        self.transport.send(rank, [torch.tensor(states, dtype=torch.int64, device=device)])
-        if gradient is not None:
-            self.transport.send(rank, [gradient])
-
-    def _states_of(self, rank: int, count: int) -> list[int]:
-        (states,) = self.transport.receive(rank, [Meta((count,), torch.int64, False)]).wait()
-        return states.tolist()
-
-    def _refuse_partly_frozen(self, tie: Tie, ranks: list[int], states: list[int]) -> None:
-        known = dict(zip(ranks, states, strict=True))
-        frozen = [stage for stage in tie.stages if known[self.placement.rank_of[stage]] == _FROZEN]
-        _refuse_partly_frozen(tie, frozen, set(tie.stages) - set(frozen))
-
 
 class LocalTies:
-    """All holders are in this process: mostly one parameter, in which autograd has summed already."""
+    """Sums where all holders are in this process: mostly one parameter, in which autograd has summed already."""
 
     def __init__(self, ties: Sequence[Tie], stages: Stages) -> None:
         self.holders = [_Holders(tie, stages) for tie in ties]
@@ -249,7 +233,7 @@ class LocalTies:
                 holders.set_aside()
 
     def sum(self, number: int) -> None:
-        """Nothing yet: other ranks may not have come to it."""
+        """Do nothing yet: other ranks may not have come to it."""
 
     def finish(self) -> None:
         for holders in self.holders:
@@ -257,7 +241,7 @@ class LocalTies:
                 holders.give(holders.own())
 
 
-# MERGED: Ties of modules that were cut by hand: the user says which parameters of which stages are one.
+# ----------------------------------------------------------------------------- ties of modules that were cut by hand
 
 
 _Declared = Sequence[Mapping[int, str]]
@@ -265,7 +249,7 @@ _FORM = 'a tie is a dict from stage to the name of the parameter there, such as 
 
 
 def declared_ties(declared: _Declared, stages: Iterable[PipelineStage]) -> tuple[Tie, ...]:
-    """The ties, checked against each other and against the stages that are here.
+    """Check the ties that a user declared, against each other and against the stages that are here.
 
     >>> from torch import nn
     >>> stages = [PipelineStage(nn.Linear(4, 4), index, 2, "cpu") for index in range(2)]
@@ -316,7 +300,7 @@ def _refuse_shapes(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> N
 
 
 def _refuse_twice(where: str, tie: Tie, here: Mapping[int, PipelineStage], holders: dict[object, str]) -> None:
-    """A parameter in two ties would be summed twice; it may have two names in a stage."""
+    """Raise on a parameter in two ties: it would be summed twice. It may have two names in a stage."""
     keys = {(stage, name): f"{name} of stage {stage}" for stage, (name,) in tie.names.items()}
     objects = {id(parameter): f"{tie.names[stage][0]} of stage {stage}" for stage, parameter in tie.held(here)}
     for key, text in (keys | objects).items():
@@ -326,7 +310,7 @@ def _refuse_twice(where: str, tie: Tie, here: Mapping[int, PipelineStage], holde
 
 
 def with_ties(dataflow: Dataflow, ties: Sequence[Tie]) -> Dataflow:
-    """A dataflow with these ties; if it has ties of its own they must be the same."""
+    """Return a dataflow with these ties; if it has ties of its own they must be the same."""
     stages = tuple(frozenset(tie.stages) for tie in ties)
     if dataflow.ties not in ((), stages):
         raise InputError(

@@ -64,4 +64,5 @@ from .plan import save_csv as save_csv
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family
 from .registry import known_name as known_name
+from .ties import tie_messages as tie_messages
 from .walk import Walk as Walk

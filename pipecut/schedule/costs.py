@@ -11,6 +11,7 @@ from ..errors import PlanError
 from .action import Op
 from .placement import Placement
 from .plan import Plan
+from .ties import tie_messages
 
 # MERGED: One number that a user gives: what it may be.
 
@@ -165,8 +166,8 @@ class Costs:
     `transfer` is the time of each message between two ranks, whatever the number of stages: a number, a Link (which
     uses `message_bytes`), or a dict from (source rank, target rank) to these. Between stages of a rank nothing is sent.
 
-    `tie_bytes` are the sizes of the gradients that stages share, by the number of the tie: the first rank that holds
-    one gets it from the others and sends them the sum. Without it these sums take no time.
+    `tie_bytes` are the sizes of the gradients that stages share, by the number of the tie; `tie_messages` says which
+    messages their sum takes. Without it these sums take no time.
 
     >>> from pipecut.schedule.plan import Plan
     >>> plan = Plan.from_actions({0: ["0F0", "2F0"], 1: ["1F0"]})
@@ -232,10 +233,7 @@ class Costs:
         return _message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
 
     def tie_time(self, plan: Plan, number: int) -> float:
-        """How long the sum of a tie takes once all its ranks have come to it.
-
-        What goes from one rank to another is what it has, in words of its own, and then the gradient.
-        """
+        """Return the time of the sum of a tie, once all its ranks have come to it."""
         if self.tie_bytes is None:
             return 0.0
         if number >= len(self.tie_bytes):
@@ -243,10 +241,14 @@ class Costs:
                 f"tie_bytes has no value for tie {number}: the plan '{plan.name}' has {len(plan.dataflow.ties)} ties; "
                 "give one for each."
             )
-        first, *others = plan.ranks_of_tie(number)
-        ways = [way for other in others for way in ((other, first), (first, other))]
         return sum(
-            _message_time(self.transfer, size, way, (0, 0)) for way in ways for size in (0.0, self.tie_bytes[number])
+            _message_time(
+                self.transfer,
+                self.tie_bytes[number] if message.has_gradient else 0.0,
+                (message.source, message.target),
+                (0, 0),
+            )
+            for message in tie_messages(plan.ranks_of_tie(number))
         )
 
 
