@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipecut.compat.installing import run_script, run_with_plain_errors
+from tests.support.limits import WORK
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPAT = ("-m", "pipecut.compat")
@@ -27,7 +28,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=WORK, env=environment)
 
 
 def shown(script: str, capsys: Capture) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, seed, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -32,9 +31,9 @@ from tests.split.test_random_models import (
     ignored_warnings,
     is_a_refusal,
 )
+from tests.support.properties import examples
 
-EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "25"))
-SEED = int(os.environ.get("PIPECUT_SEED", "0"))
+EXAMPLES = examples(10)
 
 
 class Recorder:
@@ -140,12 +139,11 @@ def check_buffers(stages: Sequence[PipelineStage], uncut: Net | nn.Module) -> No
                 assert_nearly_same(buffer, expected[name], f"buffer {name} of stage {stage.stage_index}")
 
 
-@pytest.mark.timeout(300 if EXAMPLES <= 100 else 0)
+@pytest.mark.hypothesis
 def test_random_models_by_random_plans() -> None:
     tally: Counter[str] = Counter()
 
-    @seed(SEED)
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES)
     @given(cases(), st.integers(0, 2**32 - 1))
     def check(case: Case, number: int) -> None:
         check_case(case, number, tally)

@@ -15,6 +15,7 @@ from pipecut.schedule.plan import Plan
 from tests.schedule.blocking_channels import RAN, execute
 from tests.schedule.plan_pictures import picture_of, plan_of
 from tests.schedule.random_plans import Shape, random_plan
+from tests.support.properties import examples
 
 
 def test_the_file_has_a_line_for_each_rank_and_a_cell_for_each_step(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return random_plan(Random(draw(st.integers(0, 2**32 - 1))), Shape(stages, ranks, microbatches, *flags))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(37))
 @given(plans(), st.booleans())
 def test_there_and_back_again(plan: Plan, lowered: bool) -> None:
     if lowered:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.limits import WORK
+
 PLAN = """
 import sys
 from pipecut.schedule import Costs, plan_for, render, simulate
@@ -15,7 +17,7 @@ print("torch" in sys.modules)
 
 
 def test_a_plan_is_made_proven_simulated_and_drawn_without_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", PLAN], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PLAN], check=True, capture_output=True, text=True, timeout=WORK)
     assert done.stdout.strip() == "False"
 
 

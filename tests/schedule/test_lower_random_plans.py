@@ -24,6 +24,7 @@ from pipecut.schedule.rules import GIVES, dependencies
 from pipecut.schedule.validate import find_faults
 from tests.schedule.blocking_channels import RAN, execute
 from tests.schedule.random_plans import Shape, random_plan
+from tests.support.properties import examples
 
 Pass = Callable[[Plan], Plan]
 
@@ -51,7 +52,7 @@ def messages_of(plan: Plan) -> list[list[Action]]:
 ANY_RECEIVES = st.sampled_from(["as_sent", "early", "late"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50))
 @given(plans(transfers=False, upkeep=False), st.sampled_from([None, 1, 2, 3]), ANY_RECEIVES)
 def test_a_lowered_plan_runs_and_computes_the_same(plan: Plan, max_held: int | None, receives: str) -> None:
     before = copy.deepcopy(plan)
@@ -63,7 +64,7 @@ def test_a_lowered_plan_runs_and_computes_the_same(plan: Plan, max_held: int | N
         assert [a for a in row if a is not None] == [a for a in new if a is not None and a.is_compute]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25))
 @given(plans(transfers=False, upkeep=False, overlaps=False), st.integers(1, 4))
 def test_no_rank_holds_more_than_it_may_nor_gathers_in_vain(plan: Plan, max_held: int) -> None:
     for row in add_unshard_reshard(plan, max_held).actions:
@@ -79,7 +80,7 @@ def test_no_rank_holds_more_than_it_may_nor_gathers_in_vain(plan: Plan, max_held
         assert not held
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50))
 @given(plans(transfers=True, upkeep=True), st.sampled_from([receive_early, receive_late]))
 def test_moving_receives_keeps_a_plan_running(plan: Plan, move: Pass) -> None:
     before = copy.deepcopy(plan)
@@ -91,7 +92,7 @@ def test_moving_receives_keeps_a_plan_running(plan: Plan, move: Pass) -> None:
     assert move(moved) == moved
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50))
 @given(plans(transfers=True, upkeep=True), plans(transfers=False, upkeep=True))
 def test_merging_and_bubbles_keep_a_plan_running(lowered: Plan, unlowered: Plan) -> None:
     for plan in (lowered, unlowered):
@@ -104,7 +105,7 @@ def test_merging_and_bubbles_keep_a_plan_running(lowered: Plan, unlowered: Plan)
         assert len({len(row) for row in add_bubbles(plan).actions}) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25))
 @given(plans(transfers=True, upkeep=True), plans(transfers=False, upkeep=True))
 def test_every_action_stands_in_the_first_column_in_which_it_can_run(lowered: Plan, unlowered: Plan) -> None:
     for plan in (lowered, unlowered):

@@ -30,6 +30,7 @@ from pipecut.schedule.render.palette import HATCH, HUE, contrast, look
 from pipecut.schedule.render.rows import Sources, gathered
 from pipecut.schedule.simulate import simulate
 from pipecut.schedule.timeline import Span, Timeline
+from tests.support.properties import examples
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 NASTY = '<b>&"</script>\x00\ud800]]>'
@@ -309,7 +310,7 @@ times = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 9), st.sampled_from(sor
 
 
 @given(rows=st.lists(times, min_size=1, max_size=4), width=st.integers(20, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10))
 def test_a_character_stands_for_what_its_time_is_spent_on(
     rows: list[list[tuple[float, float, Op]]], width: int
 ) -> None:

@@ -23,6 +23,7 @@ from pipecut.schedule.simulate import simulate
 from pipecut.schedule.timeline import Span
 from tests.schedule.mutations import mutated
 from tests.schedule.random_plans import Shape, random_plan
+from tests.support.properties import examples
 
 
 def plan_of(*rows: str, **given: Any) -> Plan:
@@ -483,7 +484,7 @@ SHAPES = st.integers(1, 6).flatmap(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100))
 @given(RANDOMS, SHAPES)
 def test_the_times_are_those_of_a_slow_simulator(random: Random, shape: Shape) -> None:
     plan = random_plan(random, shape)
@@ -499,7 +500,7 @@ def test_a_lowered_schedule_takes_the_same_times(name: str) -> None:
     assert simulate(plan.lower(max_held=1), costs).timeline.spans == simulate(plan, costs).timeline.spans
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75))
 @given(RANDOMS, SHAPES, st.sampled_from(["as_sent", "early", "late"]), st.sampled_from([None, 1, 2]))
 def test_a_lowered_plan_takes_the_same_times(random: Random, shape: Shape, receives: str, held: int | None) -> None:
     """Inputs of the model apart: stage 0's rank sends those at a turn, not at the start."""
@@ -511,7 +512,7 @@ def test_a_lowered_plan_takes_the_same_times(random: Random, shape: Shape, recei
     assert lowered.idle == plain.idle
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75))
 @given(RANDOMS, SHAPES)
 def test_busy_and_idle_time_make_up_the_makespan(random: Random, shape: Shape) -> None:
     plan = random_plan(random, shape)
@@ -522,7 +523,7 @@ def test_busy_and_idle_time_make_up_the_makespan(random: Random, shape: Shape) -
     assert 0 <= report.bubble_rate <= report.bubble_rate_makespan <= 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75))
 @given(RANDOMS, SHAPES)
 def test_the_longest_chain_has_no_gap_but_messages(random: Random, shape: Shape) -> None:
     plan = random_plan(random, replace(shape, upkeep=False))
@@ -553,7 +554,7 @@ def travel_times(plan: Plan, costs: Costs, before: Span, after: Span) -> set[flo
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75))
 @given(RANDOMS, SHAPES)
 def test_the_peak_of_memory_is_the_highest_sum(random: Random, shape: Shape) -> None:
     plan = random_plan(random, shape)
@@ -584,7 +585,7 @@ def test_rates_are_never_below_zero() -> None:
     assert 0 <= report.bubble_rate < 1e-9
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(200))
 @given(RANDOMS, SHAPES)
 def test_a_broken_plan_is_simulated_or_refused_in_words(random: Random, shape: Shape) -> None:
     """A plan that validates can be simulated; one that cannot be simulated does not validate."""

@@ -6,7 +6,7 @@ from itertools import count
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
@@ -95,7 +95,6 @@ def plans(draw: st.DrawFn) -> Plan:
     return random_plan(Random(draw(RANDOM_SEEDS)), shape)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_a_walk_does_everything_once_and_in_order(plan: Plan) -> None:
     walk = Walk(plan)
@@ -114,7 +113,6 @@ def test_a_walk_does_everything_once_and_in_order(plan: Plan) -> None:
                 when[leaf._replace(op=gift)] = next(time)
 
 
-@settings(deadline=None)
 @given(plans(), st.lists(RANDOM_SEEDS, min_size=1, max_size=3))
 def test_a_walk_stops_where_execution_is_stuck(plan: Plan, changes: list[int]) -> None:
     for change in changes:

@@ -20,9 +20,9 @@ from tests.schedule.blocking_channels import (
 )
 
 
-def execute_with_threads(plan: Plan, timeout: float) -> str:
-    """Run a plan with a thread for each rank and meetings that block; a rank that waits too long is stuck."""
-    work, hall = Execution(plan), MeetingHall(timeout)
+def execute_with_threads(plan: Plan) -> str:
+    """Run a plan with a thread for each rank and meetings that block; it is stuck once every rank waits in vain."""
+    work, hall = Execution(plan), MeetingHall(len(plan.actions))
     threads = [
         threading.Thread(target=hall.serve, args=(rank, work.rank(rank), work.exist), daemon=True)
         for rank in range(len(plan.actions))
@@ -42,8 +42,9 @@ def execute_with_threads(plan: Plan, timeout: float) -> str:
 class MeetingHall:
     """Where threads wait for each other."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, ranks: int) -> None:
+        self.running = ranks
+        self.waiting: dict[int, Callable[[], bool]] = {}  # rank -> what it waits for
         self.failures: list[str] = []
         self.news = threading.Condition()
         self.present: dict[Value, set[int]] = {}
@@ -56,15 +57,16 @@ class MeetingHall:
                 with self.news:
                     self.news.notify_all()
                     if isinstance(request, Inputs):
-                        self._wait(partial(exist, request.values), request)
+                        self._wait(rank, partial(exist, request.values), request)
                     elif isinstance(request, Meeting):
                         self._meet(rank, request)
         except ExecutionError as failure:
             with self.news:
                 self.failures.append(str(failure))
+        finally:
+            with self.news:
+                self.running -= 1
                 self.news.notify_all()
-        with self.news:
-            self.news.notify_all()
 
     def _meet(self, rank: int, meeting: Meeting) -> None:
         present = self.present.setdefault(meeting.about, set())
@@ -74,10 +76,14 @@ class MeetingHall:
             del self.present[meeting.about]
             self.held[meeting.about] = before + 1
             self.news.notify_all()
-        self._wait(lambda: self.held.get(meeting.about, 0) > before, meeting)
+        self._wait(rank, lambda: self.held.get(meeting.about, 0) > before, meeting)
 
-    def _wait(self, ready: Callable[[], bool], request: Request) -> None:
-        if not self.news.wait_for(lambda: ready() or bool(self.failures), self.timeout):
-            raise ExecutionError(f"{STUCK} at {request}")
+    def _wait(self, rank: int, ready: Callable[[], bool], request: Request) -> None:
+        self.waiting[rank] = ready
+        self.news.wait_for(lambda: ready() or bool(self.failures) or self._is_stuck())
+        del self.waiting[rank]
         if not ready():
-            raise ExecutionError("another rank failed")
+            raise ExecutionError("another rank failed" if self.failures else f"{STUCK} at {request}")
+
+    def _is_stuck(self) -> bool:
+        return len(self.waiting) == self.running and not any(ready() for ready in self.waiting.values())

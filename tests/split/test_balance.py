@@ -16,6 +16,7 @@ from pipecut.split.balance import solve as preferred
 from pipecut.split.balance.least_memory import leanest_cuts
 from pipecut.split.balance.problem import Memory
 from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, balance
+from tests.support.properties import examples
 
 times = st.integers(0, 30).map(float)
 
@@ -87,7 +88,6 @@ def check_against_all(blocks: Blocks, ranks: Ranks, found: Balance) -> None:
     assert found.memory == pytest.approx(rank_memory(blocks, ranks, found.cuts))
 
 
-@settings(deadline=None)
 @given(blocks=chains(), data=st.data())
 def test_no_cut_has_a_smaller_bottleneck(blocks: Blocks, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, blocks.count))
@@ -97,7 +97,6 @@ def test_no_cut_has_a_smaller_bottleneck(blocks: Blocks, data: st.DataObject) ->
     assert found.is_best
 
 
-@settings(deadline=None)
 @given(blocks=chains(), data=st.data())
 def test_under_a_memory_limit_too(blocks: Blocks, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, blocks.count))
@@ -115,7 +114,7 @@ def test_under_a_memory_limit_too(blocks: Blocks, data: st.DataObject) -> None:
 PLACEMENTS = [(0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0, 1), (1, 0, 1)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(15))
 @given(blocks=chains(), rank_of=st.sampled_from(PLACEMENTS), limit=st.sampled_from([None, 40.0, 120.0]))
 def test_stages_of_a_rank_are_balanced_together(blocks: Blocks, rank_of: tuple[int, ...], limit: float | None) -> None:
     ranks = Ranks.of(rank_of, None, limit)
@@ -129,7 +128,7 @@ def test_stages_of_a_rank_are_balanced_together(blocks: Blocks, rank_of: tuple[i
             balance(blocks, rank_of, memory_limit=limit)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(15))
 @given(
     blocks=chains(),
     rank_of=st.sampled_from([*PLACEMENTS, (0, 1), (0, 1, 2)]),
@@ -168,7 +167,6 @@ def test_a_large_chunked_pipeline_says_what_is_known_to_do() -> None:
     assert max(balance(blocks, rank_of, memory_limit=needed).memory) <= needed
 
 
-@settings(deadline=None)
 @given(blocks=chains(), parts=st.integers(1, 8), slack=st.sampled_from([0.0, 0.25, 1.0]))
 def test_among_the_cuts_within_the_slack_the_cheapest_is_found(blocks: Blocks, parts: int, slack: float) -> None:
     parts = min(parts, blocks.count)
@@ -243,7 +241,6 @@ def block_partition(blocks: Blocks, parts: int) -> list[int]:
     return list(min(all_cuts(blocks.count, parts), key=heaviest))
 
 
-@settings(deadline=None)
 @given(blocks=chains(most=10), parts=st.integers(1, 10))
 def test_never_worse_than_published_rules(blocks: Blocks, parts: int) -> None:
     parts = min(parts, blocks.count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
-import os
 import re
 import warnings
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, seed, settings
+from hypothesis import given, reject, settings
 from torch import nn
 
 from pipecut import Pipe, SplitPoint, pipeline
@@ -24,9 +23,9 @@ from pipecut.pipe_ir.inputs import bind_inputs
 from pipecut.pipe_ir.tracing.run import trace
 from pipecut.split import SplitPlan, check_split_spec, cut_trace, cuts_by_marks, cuts_by_spec
 from tests.split.random_models import Case, Net, cases, leaves_of
+from tests.support.properties import examples
 
-EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "80"))
-SEED = int(os.environ.get("PIPECUT_SEED", "0"))
+EXAMPLES = examples(25)
 BATCH, OTHER_BATCH = 3, 5
 
 # What pipecut refuses with good reason. Every other error is a failure.
@@ -431,15 +430,11 @@ def check_case(case: Case, tally: Counter[str]) -> None:
     tally[f"{pipes[0].num_stages} stages"] += 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(360 if EXAMPLES <= 200 else 0)
+@pytest.mark.hypothesis
 def test_random_models_cut_anywhere_compute_the_same() -> None:
     tally: Counter[str] = Counter()
 
-    @seed(SEED)
-    @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=EXAMPLES)
     @given(cases())
     def check(case: Case) -> None:
         tally["drawn"] += 1

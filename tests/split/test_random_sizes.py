@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import Pipe, Schedule1F1B, SplitPoint, pipeline
 from pipecut.errors import InputError
+from tests.support.properties import examples
 from tests.support.training import assert_same_gradients, gradients_of
 
-EXAMPLES = int(os.environ.get("PIPECUT_EXAMPLES", "12"))
-SEED = int(os.environ.get("PIPECUT_SEED", "0"))
+EXAMPLES = examples(6)
 WIDTH = 4
 
 # From [batch, seq, 4] and the other input, [batch, seq], to [batch, seq, 4].
@@ -95,11 +95,11 @@ def check_step(pipe: Pipe, model: nn.Module, size: Size, microbatches: int, tall
     tally["right"] += 1
 
 
+@pytest.mark.hypothesis
 def test_other_sizes_are_right_or_refused() -> None:
     tally: Counter[str] = Counter()
 
-    @seed(SEED)
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES)
     @given(
         st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=2, max_size=5),
         sizes,

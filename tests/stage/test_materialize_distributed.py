@@ -107,7 +107,7 @@ def test_ranks_with_a_quarter_of_the_models_memory_train_it(tmp_path: Path) -> N
     results.mkdir()
     write_checkpoint(tmp_path)
     with Ranks(RANKS) as ranks:
-        losses = ranks.run(train, str(tmp_path), str(results), timeout=100.0)
+        losses = ranks.run(train, str(tmp_path), str(results))
     uncut = Deep()
     uncut.load_state_dict({name: value for number in range(LAYERS) for name, value in layer_values(number).items()})
     x, y = data()

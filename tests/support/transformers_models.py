@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 ROWS, TOKENS = 6, 10
@@ -33,6 +32,8 @@ def _images() -> dict[str, Tensor]:
 
 def _of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
+        import transformers  # takes seconds, which tests of other things need not wait for
+
         transformers.logging.set_verbosity_error()
         return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
 

@@ -20,8 +20,8 @@ from pipecut.verification.compare import Tolerance, compare_tensors, compare_val
 from pipecut.verification.report import Difference, Verification, VerificationError, by_badness
 from pipecut.verification.runs import Kept
 from pipecut.verification.verify import verify
+from tests.support.limits import WORK
 
-LIMIT = 60.0  # seconds: ranks that hang fail with the place where they do
 mse = nn.functional.mse_loss
 
 
@@ -569,7 +569,7 @@ def test_a_pipe_on_ranks(schedule: str) -> None:
         pipe = pipeline(model, (x,), split_spec=split)
         return verify(pipe, model, (x.requires_grad_(),), target=y, loss_fn=mse, schedule=schedule)
 
-    found = ranks_agree(launch(on_a_rank, 2, timeout=LIMIT))
+    found = ranks_agree(launch(on_a_rank, 2, timeout=WORK))
     assert found.ok
     assert gradients_in(found) == NAMES
     assert [each.what for each in found.differences].count("loss") == 1
@@ -590,12 +590,12 @@ def test_each_rank_takes_its_own_of_all_stages() -> None:
         except InputError as error:
             return str(error)
 
-    first, second = launch(on_a_rank, 2, [0, 1], timeout=LIMIT)
+    first, second = launch(on_a_rank, 2, [0, 1], timeout=WORK)
     assert isinstance(first, Verification)
     assert isinstance(second, Verification)
     assert gradients_in(ranks_agree([first, second])) == {"0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"}
     # A rank without its stage finds out before it meets the others.
-    (message,) = launch(lambda: [on_a_rank([1 - dist.get_rank()])], 2, timeout=LIMIT)[0]
+    (message,) = launch(lambda: [on_a_rank([1 - dist.get_rank()])], 2, timeout=WORK)[0]
     assert message == "this rank holds stages [0] in the plan, and verify() did not get [0]"
 
 
@@ -611,7 +611,7 @@ def test_a_fault_of_one_rank_is_raised_on_all() -> None:
             return str(error)
         return "nothing is wrong"
 
-    first, second = launch(on_a_rank, 2, timeout=LIMIT)
+    first, second = launch(on_a_rank, 2, timeout=WORK)
     assert first == second
     assert "gradient       0.0.weight" in first
 
@@ -634,7 +634,7 @@ def test_ranks_that_do_not_verify_the_same_are_refused(what: str) -> None:
             return str(error)
         return "nothing is wrong"
 
-    first, second = launch(on_a_rank, 2, timeout=LIMIT)
+    first, second = launch(on_a_rank, 2, timeout=WORK)
     assert first == second
     if what == "stages":
         assert first.startswith(
@@ -655,7 +655,7 @@ def test_on_ranks_one_microbatch_does_not_help_against_random_numbers() -> None:
         stage = stages_of(model)[dist.get_rank()]
         return verify(stage, model, (x,), target=y, loss_fn=mse, n_microbatches=1, check=False).notes
 
-    first, second = launch(on_a_rank, 2, timeout=LIMIT)
+    first, second = launch(on_a_rank, 2, timeout=WORK)
     assert first == second
     assert first[0].endswith("and the stages draw others: call eval() on the model and on the stages")
 

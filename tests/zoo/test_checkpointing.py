@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from pipecut import PipelineStage, PlannedSchedule, pipeline, random_streams
@@ -20,6 +19,8 @@ SIZES = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def llama() -> nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2, **SIZES
     )
@@ -28,6 +29,8 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     """Its dropout is on, in blocks and between them."""
+    import transformers
+
     config = transformers.GPT2Config(n_embd=16, n_layer=LAYERS, n_head=2, n_positions=16, **SIZES)
     return transformers.GPT2LMHeadModel(config)
 
@@ -58,7 +61,6 @@ def uncut_gradients(model: nn.Module, ids: Tensor) -> Gradients:
 
 @pytest.mark.parametrize(("make", "reentrant"), [(llama, False), (gpt2, True)])
 def test_checkpoints_of_published_models(make: Callable[[], Any], reentrant: bool) -> None:
-    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = make().double().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipecut.errors import PlanError
 from pipecut.schedule import Costs, FoundPlan, auto_schedule, plan_for, search_schedule, simulate
 from tests.schedule.auto.random_costs import MEASURES, amounts, changes, fixed_plans, random_changes, random_costs
+from tests.support.properties import examples
 
 GROWING = Costs(memory_forward=1, memory_backward_input=0.5, memory_backward_weight=-1.5)
 
@@ -36,7 +37,7 @@ def test_a_refit_keeps_to_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("peak memory 2\n")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_what_a_fixed_schedule_holds_is_enough(data: st.DataObject) -> None:
     """Its own peaks are the limits, of which some may be lifted: what is found fits, and takes no more time."""
@@ -62,7 +63,7 @@ def test_full_backwards_fit_where_their_halves_do_not() -> None:
     assert least_of(error.value) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_the_least_limit_will_do_and_less_will_not(data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
@@ -110,7 +111,7 @@ def least_peak(microbatches: int, held: list[float], inputs: list[float], weight
     return best[((len(chain), frozenset()),) * microbatches]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_no_order_at_all_needs_less_than_the_least(data: st.DataObject) -> None:
     """Where no forward frees memory and no full backward takes any."""

@@ -20,6 +20,7 @@ from pipecut.schedule import (
 from pipecut.schedule.auto.problem import problem_for
 from pipecut.schedule.auto.timing import lower_bound
 from tests.schedule.auto.random_costs import MEASURES, fixed_plans, random_costs
+from tests.support.properties import examples
 
 
 @pytest.mark.parametrize("objective", sorted(MEASURES))
@@ -41,7 +42,7 @@ def test_the_time_is_that_of_the_plan(objective: str, limit: float) -> None:
         assert MEASURES[objective](found.report) == pytest.approx(found.time, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_never_worse_than_a_fixed_schedule_that_fits(data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.stage.backward.runs import WAYS, assert_equals_torch, choose_way, with_gradients
 from tests.stage.backward.stages import StageCase, floats
+from tests.support.properties import examples
 
 SIZE = 4
 WEIGHTS = 3
@@ -69,7 +70,7 @@ class Program(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 @given(steps=programs, outputs=st.integers(1, 3), trained=st.integers(0, 2**WEIGHTS - 1), seed=numbers)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15))
 def test_random_stages(way: str, steps: list[Step], outputs: int, trained: int, seed: int) -> None:
     torch.manual_seed(seed)
     module = Program(steps, outputs)

@@ -23,6 +23,7 @@ from pipecut.stage.microbatch import (
     split_by_specs,
     split_tensor,
 )
+from tests.support.properties import examples
 
 
 def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -108,7 +109,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(37))
 @given(args=st.lists(NESTED, max_size=3).map(tuple), kwargs=st.dictionaries(st.sampled_from("abc"), NESTED, max_size=2))
 def test_what_the_message_says_to_write_can_be_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:

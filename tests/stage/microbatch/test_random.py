@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipecut.pipe_ir.structure import Atom, flatten, map_leaves, unflatten
 from pipecut.stage.microbatch import Replicate, TensorChunkSpec, merge_chunks, split_by_specs
 from tests.support.nested_values import assert_same
+from tests.support.properties import examples
 
 
 class Pair(NamedTuple):
@@ -90,7 +91,7 @@ def specs_of(value: Any) -> Any:
 CHUNKS_AND_SAMPLES = st.integers(1, 5).flatmap(lambda chunks: st.tuples(st.just(chunks), st.integers(chunks, 12)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25))
 @given(call=call_of(SPLIT_AT_0), numbers=CHUNKS_AND_SAMPLES)
 def test_by_default_merging_undoes_cutting(call: Any, numbers: tuple[int, int]) -> None:
     chunks, samples = numbers
@@ -101,7 +102,7 @@ def test_by_default_merging_undoes_cutting(call: Any, numbers: tuple[int, int]) 
     assert_same(merged, (args, kwargs), "merged")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25))
 @given(call=call_of(st.one_of(SPLIT_ANYWHERE, WHOLE)), numbers=CHUNKS_AND_SAMPLES)
 def test_with_specs_merging_undoes_cutting(call: Any, numbers: tuple[int, int]) -> None:
     chunks, samples = numbers
@@ -112,7 +113,7 @@ def test_with_specs_merging_undoes_cutting(call: Any, numbers: tuple[int, int]) 
     assert_same(merged, (args, kwargs), "merged")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25))
 @given(call=call_of(SPLIT_ANYWHERE), numbers=CHUNKS_AND_SAMPLES)
 def test_every_chunk_is_the_same_rows_of_every_tensor(call: Any, numbers: tuple[int, int]) -> None:
     chunks, samples = numbers
