@@ -1,8 +1,13 @@
-"""What happens in the process of one rank: it joins the others, calls the function, and leaves a report."""
+"""The process of one rank: it joins the group, runs calls until it is told to end, and reports each outcome.
+
+The pool and its ranks exchange calls and outcomes as files in a directory of their own. Files outlive the process that
+wrote them: nobody waits at a pipe whose other end was killed, and no port can be taken by another program.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import faulthandler
 import multiprocessing
 import os
@@ -11,207 +16,293 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-
-# MERGED: Where a launch and its ranks leave things for each other: files in a directory of their own.
-# MERGED:
-# MERGED: Files outlive the process that wrote them. So nobody waits at a pipe whose other end was killed, and no
-# MERGED: port can be
-# MERGED: taken by somebody else in the meantime.
-
+from torch.distributed.distributed_c10d import _world  # the only list of the groups that a process is in
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
-# What torch.distributed says when it is another rank that has gone, or does not answer.
+# Sent to a rank: the number of a call, negative if it begins with a new group, or END.
+END = None
+SHOW_STACK = signal.SIGUSR1
+INTERRUPTED = 128 + signal.SIGINT
+
+_LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
+_JOIN_GUARD = datetime.timedelta(minutes=30)  # a rank that dies before it joins is noticed by the pool
+# Words of torch.distributed when another rank has gone, or does not answer.
 _LOST = ("Connection closed", "Connection reset", "pair closure", "Broken pipe", "imed out", "imeout", "NCCL")
+
+_has_begun = False
 
 
 @dataclass(frozen=True)
-class Failure:
-    """How a call ended on one rank. With a lost connection the fault is elsewhere: there somebody was gone already."""
+class Outcome:
+    """Result of a call on one rank: a value, an exception, or the end of the process."""
 
-    error: str
-    traceback: str
-    time: float
-    lost_connection: bool
+    rank: int
+    value: Any = None
+    error: str = ""  # name of the class of an exception
+    text: str = ""  # its message
+    traceback: str = ""
+    died: str = ""  # how the process ended, or that it did not return in time
+    seconds: float = 0.0
+    time: float = 0.0  # of day, to find the first failure
+    lost_connection: bool = False  # the fault is elsewhere: another rank was gone already
+    summary: str = ""  # of the failure: class and message, or `died`
+    made_groups: bool = False  # process groups of its own: the ranks join a new one for the next call
 
     @classmethod
-    def of(cls, error: BaseException, time: float) -> Failure:
-        """What is to be known of an error in another process."""
+    def of_error(cls, rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
+        """Return the outcome of a call that raised."""
         return cls(
-            "".join(traceback.format_exception_only(error)).strip(),
-            "".join(traceback.format_exception(error)).rstrip(),
-            time,
-            _is_lost_connection(error),
+            rank,
+            error=type(error).__name__,
+            text=str(error),
+            traceback="".join(traceback.format_exception(error)).rstrip(),
+            seconds=seconds,
+            time=time.time(),
+            lost_connection=_is_lost_connection(error),
+            summary="".join(traceback.format_exception_only(error)).strip(),
         )
+
+    @classmethod
+    def of_death(cls, rank: int, died: str, seconds: float = 0.0, stack: str = "") -> Outcome:
+        """Return the outcome of a call whose process ended, or that does not return."""
+        return cls(rank, died=died, traceback=stack, seconds=seconds, time=time.time(), summary=died)
+
+    @property
+    def failed(self) -> bool:
+        """True if there is no value."""
+        return bool(self.error or self.died)
+
+    def __str__(self) -> str:
+        end = self.died or self.error or "ended well"
+        return f"----- rank {self.rank}: {end}, after {self.seconds:.1f} s\n{self.traceback}"
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
-    while error is not None:
+    seen: list[BaseException] = []  # a cause may have the error that it caused as its context
+    while error is not None and error not in seen:
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
             return True
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return False
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a rank leaves behind when it is done: a value, or a failure."""
-
-    value: Any = None
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The directory, and what every rank of a launch knows."""
+class SharedFiles:
+    """Files by which a pool and its ranks exchange calls and outcomes, numbered by call."""
 
     directory: str
-    ranks: int
-    backend: str
 
-    @property
-    def store(self) -> str:
-        """The file, as a URL, through which torch.distributed brings the ranks together."""
-        return f"file://{self._path('store')}"
+    def store(self, number: int, ranks: int) -> Any:
+        """Return the store through which the ranks join a group at a call."""
+        return dist.FileStore(self._path(f"store-{number}"), ranks)  # type: ignore[attr-defined]  # torch has no stub
 
-    def stack_file(self, rank: int) -> str:
-        """Where a rank writes what it is doing, when it is asked."""
+    def stack_path(self, rank: int) -> str:
+        """Return the file to which a rank writes its stack on SHOW_STACK."""
         return self._path(f"stack-{rank}")
 
     def stack(self, rank: int) -> str:
-        """What it has written, without the heading."""
-        path = Path(self.stack_file(rank))
+        """Read the stack of a rank, without the heading."""
+        path = Path(self.stack_path(rank))
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join(line for line in lines if line.startswith("  "))
 
-    def leave_call(self, call: Call) -> None:
-        """For ranks that are new processes: the function and its arguments, tensors by value."""
-        torch.save(call, self._path("call"))
+    def write_call(self, number: int, call: Call) -> None:
+        """Save the function and its arguments, tensors by value."""
+        torch.save(call, self._path(f"call-{number}"))
 
-    def take_call(self) -> Call:
-        """The function and its arguments, tensors on the CPU."""
-        call: Call = torch.load(self._path("call"), map_location="cpu", weights_only=False)
+    def read_call(self, number: int) -> Call:
+        """Load the function and its arguments, tensors on the CPU."""
+        call: Call = torch.load(self._path(f"call-{number}"), map_location="cpu", weights_only=False)
         return call
 
-    def call_mentions(self, name: str) -> bool:
-        """Whether a name is written in what `leave_call` saved."""
-        return name.encode() in Path(self._path("call")).read_bytes()
+    def call_mentions(self, number: int, name: str) -> bool:
+        """Return True if a name is written in the file of a call."""
+        return name.encode() in Path(self._path(f"call-{number}")).read_bytes()
 
-    def leave_report(self, rank: int, report: Report) -> None:
-        """The last thing that a rank does: there is a whole report, or none."""
-        path = self._path(f"report-{rank}")
-        torch.save(report, f"{path}.unfinished")
+    def write_outcome(self, number: int, outcome: Outcome) -> None:
+        """Save an outcome: there is a whole one, or none."""
+        path = self._outcome_path(number, outcome.rank)
+        torch.save(outcome, f"{path}.unfinished")
         os.replace(f"{path}.unfinished", path)
 
-    def has_report(self, rank: int) -> bool:
-        """Whether a rank got so far as to leave one."""
-        return os.path.exists(self._path(f"report-{rank}"))
+    def has_outcome(self, number: int, rank: int) -> bool:
+        """Return True if a rank has saved its outcome of a call."""
+        return os.path.exists(self._outcome_path(number, rank))
 
-    def take_report(self, rank: int) -> Report:
-        """What a rank has left, tensors on the CPU."""
-        report: Report = torch.load(self._path(f"report-{rank}"), map_location="cpu", weights_only=False)
-        return report
+    def read_outcome(self, number: int, rank: int) -> Outcome:
+        """Load the outcome of a call on a rank, tensors on the CPU."""
+        path = self._outcome_path(number, rank)
+        outcome: Outcome = torch.load(path, map_location="cpu", weights_only=False)
+        return outcome
+
+    def remove(self, number: int) -> None:
+        """Remove the files of a call."""
+        for path in Path(self.directory).glob(f"*-{number}*"):
+            if path.name.startswith((f"call-{number}", f"outcome-{number}-")):
+                path.unlink()
+
+    def _outcome_path(self, number: int, rank: int) -> str:
+        return self._path(f"outcome-{number}-{rank}")
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
 
 
-_LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
-SHOW_STACK = signal.SIGUSR1
-INTERRUPTED = 128 + signal.SIGINT
+@dataclass(frozen=True)
+class RankSettings:
+    """Settings that one rank of a pool starts with."""
 
-_has_begun = False
+    rank: int
+    ranks: int
+    files: SharedFiles
+    backend: str
+    group_timeout: float | None
+    env: Mapping[str, str]
+    forked: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return `env`, and the variables that torchrun sets for a rank."""
+        place = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+        return {**self.env, **{name: str(value) for name, value in place.items()}}
+
+
+@contextlib.contextmanager
+def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and restore all of them afterwards."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+def starting_environment(settings: RankSettings) -> dict[str, str]:
+    """Return the environment in which to start a rank: its imports may read it at once."""
+    return {**settings.environment, _LAUNCHED_BY: str(os.getpid())}
 
 
 def is_starting() -> bool:
-    """Whether this process is to be a rank, and is still importing what it needs."""
+    """Return True if this process will be a rank, and is still importing its script."""
     return os.environ.get(_LAUNCHED_BY) == str(os.getppid()) and not _has_begun
 
 
-def environment_of(rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun puts into the environment of a rank, as far as it depends on the rank."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(value) for name, value in place.items()} | {_LAUNCHED_BY: str(os.getpid())}
-
-
-def run_rank(rank: int, meeting: Meeting, call: Call | None) -> None:
-    """The main function of a rank. A forked one has the call already; a new process reads it."""
+def run_rank(settings: RankSettings, pipe: connection.Connection, first: Call | None) -> None:
+    """Run a rank: the main function of its process. A fork has the first call already; a new process reads it."""
     global _has_begun
     _has_begun = True
     _end_with_parent()
-    if call is not None:
+    os.environ.update(settings.environment)
+    if settings.forked:
         torch.set_num_threads(1)  # with more, the fork of a process that had several hangs
-    with open(meeting.stack_file(rank), "w") as stack:
+    with open(settings.files.stack_path(settings.rank), "w") as stack:
         faulthandler.register(SHOW_STACK, file=stack, all_threads=False)
         try:
-            report = Report(_call(rank, meeting, call))
+            _serve(settings, pipe, first)
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)
-        except (Exception, SystemExit) as error:
-            report = Report(failure=Failure.of(_from_the_function(error), time.time()))
-        _leave(rank, meeting, report)
         faulthandler.unregister(SHOW_STACK)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _call(rank: int, meeting: Meeting, call: Call | None) -> Any:
-    function, args = meeting.take_call() if call is None else call
-    with process_group(meeting.backend, rank, init_method=meeting.store, rank=rank, world_size=meeting.ranks):
+def _serve(settings: RankSettings, pipe: connection.Connection, first: Call | None) -> None:
+    """Run one call after the other."""
+    while (number := pipe.recv()) is not END:
+        if number < 0:  # the groups of the calls so far are of no more use: each has threads that poll
+            number = -number
+            dist.destroy_process_group()
+        start = time.monotonic()
         try:
-            return function(*args)
-        except SystemExit as leaving:
-            if leaving.code not in (None, 0):
-                raise
-            return None
+            value = _run_call(settings, number, first)
+            seconds = time.monotonic() - start
+            outcome = Outcome(settings.rank, value, seconds=seconds, made_groups=len(_world.pg_map) > 1)
+        except (Exception, SystemExit) as error:
+            outcome = Outcome.of_error(settings.rank, _without_own_frames(error), time.monotonic() - start)
+        first = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _report(settings.files, number, outcome)
+        pipe.send(number)
 
 
-def _from_the_function(error: BaseException) -> BaseException:
-    """An error whose traceback begins where the user's function does."""
+def _run_call(settings: RankSettings, number: int, call: Call | None) -> Any:
+    function, args = settings.files.read_call(number) if call is None else call
+    if not dist.is_initialized():
+        _join(settings, number)
+    try:
+        return function(*args)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+        return None
+
+
+def _join(settings: RankSettings, number: int) -> None:
+    """Join the group once every rank is there, so that a short timeout of the group bounds no slow start."""
+    store = settings.files.store(number, settings.ranks)
+    store.set(f"rank {settings.rank}", "here")
+    store.wait([f"rank {rank}" for rank in range(settings.ranks)], _JOIN_GUARD)
+    options: dict[str, Any] = {"store": store, "rank": settings.rank, "world_size": settings.ranks}
+    if settings.group_timeout is not None:
+        options["timeout"] = datetime.timedelta(seconds=settings.group_timeout)
+    _init_process_group(settings.backend, settings.rank, **options)
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    """Return the error with a traceback that begins in the user's function."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return error if trace is None else error.with_traceback(trace)
 
 
-def _leave(rank: int, meeting: Meeting, report: Report) -> None:
+def _report(files: SharedFiles, number: int, outcome: Outcome) -> None:
     try:
-        meeting.leave_report(rank, report)
+        files.write_outcome(number, outcome)
     except Exception as error:
-        kind = type(report.value).__name__
+        kind = type(outcome.value).__name__
         text = f"its result, of type {kind}, cannot be sent ({error}): return tensors and plain values"
-        report = Report(failure=Failure(text, "", time.time(), lost_connection=False))
-        meeting.leave_report(rank, report)
-    if report.failure is not None:
-        # Not the usual end: it may wait for others, who wait for this rank.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        failure = Outcome.of_error(outcome.rank, TypeError(text), outcome.seconds)
+        files.write_outcome(number, replace(failure, traceback="", summary=text))
 
 
 @contextlib.contextmanager
-def process_group(backend: str, local_rank: int, **place: Any) -> Iterator[None]:
-    """torch.distributed, initialised for as long as the function runs. A backend of devices gets one for each rank."""
-    if backend != "gloo" and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
-    # All have met before anyone goes on: one that soon ends would close connections that others are still making.
-    with patch.dict(os.environ, {"TORCH_DIST_INIT_BARRIER": "1"}):
-        dist.init_process_group(backend, **place)
+def process_group(backend: str, local_rank: int) -> Iterator[None]:
+    """Initialise torch.distributed from the environment, as long as the block runs."""
+    _init_process_group(backend, local_rank)
     yield
     # After an error the others may be waiting: then the end of the process has to do.
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def _init_process_group(backend: str, local_rank: int, **options: Any) -> None:
+    """Initialise torch.distributed; a backend of devices gets one device per rank."""
+    if backend != "gloo" and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    # All have joined before any goes on: one that soon ends would close connections that others are still making.
+    with changed_environment({"TORCH_DIST_INIT_BARRIER": "1"}):
+        dist.init_process_group(backend, **options)
+
+
 def _end_with_parent() -> None:
-    """Nobody would be left to stop a rank whose parent was killed."""
+    """Kill this process when its parent ends: nobody would be left to stop it."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # it was started by one
 

@@ -13,7 +13,6 @@ import pytest
 import torch.distributed
 
 from pipecut.compat.installing import MODULES, PEER, install, uninstall
-from tests.support.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
@@ -83,12 +82,12 @@ import torch
 import torch.multiprocessing as mp
 
 
-def rank_of(rank, port):
+def rank_of(rank, store):
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     x = torch.ones(4, 4)
@@ -107,7 +106,7 @@ if __name__ == "__main__":
     import pipecut.compat
 
     pipecut.compat.install()
-    mp.start_processes(rank_of, (int(sys.argv[2]),), nprocs=2, start_method=sys.argv[1])
+    mp.start_processes(rank_of, (sys.argv[2],), nprocs=2, start_method=sys.argv[1])
 """
 
 
@@ -118,7 +117,7 @@ if __name__ == "__main__":
 def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_path: Path, method: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SPAWNS)
-    assert run(str(script), method, str(free_port())) == "pipecut.run.schedules 2"
+    assert run(str(script), method, str(tmp_path / "store")) == "pipecut.run.schedules 2"
 
 
 @pytest.mark.peer

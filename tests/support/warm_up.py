@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed.tensor.parallel  # slow to import, for four ranks at once
+import torch.distributed.fsdp  # slow to import, for four ranks at once
+import torch.distributed.tensor.parallel
 from torch import nn
 
 from pipecut import get_schedule_class, pipeline

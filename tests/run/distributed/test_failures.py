@@ -18,7 +18,7 @@ SLOW = GROUP_TIMEOUT - 5  # what takes as long as this has waited for a timeout
 def outcomes(world: int, case: Callable[..., Any], *args: Any, group_timeout: float = GROUP_TIMEOUT) -> list[Outcome]:
     """What becomes of a case on new ranks."""
     with Ranks(world, group_timeout) as ranks:
-        return ranks.outcomes(case, *args, timeout=GROUP_TIMEOUT + 10)
+        return ranks.outcomes(case, *args)
 
 
 def assert_all_fail(found: list[Outcome], error: str, *texts: str) -> None:
@@ -68,7 +68,7 @@ def test_an_exception_in_the_loss() -> None:
 )
 def test_a_rank_that_is_killed_in_a_step(victim: int, trap: str, traced: bool) -> None:
     found = outcomes(3, cases.is_killed, 3, traced, victim, trap)
-    assert found[victim].died == "its process ended with code -9"
+    assert found[victim].died.startswith("it was killed by SIGKILL before")
     survivors = [outcome for outcome in found if outcome.rank != victim]
     assert_all_fail(survivors, "StepError", "lost its connection to rank", "has ended or was killed")
     assert any(f"lost its connection to rank {victim}" in outcome.text for outcome in survivors)
@@ -154,7 +154,7 @@ def test_a_rank_that_takes_too_long() -> None:
         (
             False,
             "few samples",
-            "rank 0 failed before its first action: pipecut.stage.microbatch.sample_count.TooFewSamplesError: 2 "
+            "rank 0 failed before its first action: pipecut.errors.TooFewSamplesError: 2 "
             "samples cannot",
         ),
         (False, "other target", "the target has 7 rows, and the batch 8 samples"),

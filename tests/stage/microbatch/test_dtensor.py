@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from pipecut.errors import InputError, PlacementError
 from pipecut.stage.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks, split_tensor
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +96,8 @@ def test_a_mix_of_distributed_and_plain(mesh: DeviceMesh, shape: tuple[int, ...]
 # On two ranks a shard is a part
 
 
-def rows_stay_rows(rank: int, store: str) -> None:
+def rows_stay_rows(rank: int) -> None:
     """Every chunk has the same rows as that of a plain tensor, also where those rows are on other ranks."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     x = torch.arange(20.0).reshape(10, 2)
     for placement in (Replicate(), Shard(0), Shard(1)):
@@ -117,9 +115,8 @@ def rows_stay_rows(rank: int, store: str) -> None:
         for part in split_tensor(leaf, TensorChunkSpec(0), 3):
             (part * part).sum().full_tensor().backward()
         assert torch.equal(leaf.grad.full_tensor(), 2 * x), placement
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_a_sharded_dim_is_cut_into_the_rows_of_the_global_tensor(tmp_path: Path) -> None:
-    mp.spawn(rows_stay_rows, (str(tmp_path / "store"),), nprocs=2)  # type: ignore[no-untyped-call]
+def test_a_sharded_dim_is_cut_into_the_rows_of_the_global_tensor(two_ranks: Ranks) -> None:
+    two_ranks.run(rows_stay_rows)

@@ -1,16 +1,12 @@
-"""The ranks, shared by all tests of this directory."""
+"""The ranks of these tests: the four that all tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.stage.replica.rank_processes import RankProcesses
+from tests.support.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses()
-    yield processes
-    processes.stop()
+@pytest.fixture
+def ranks(four_ranks: Ranks) -> Ranks:
+    return four_ranks

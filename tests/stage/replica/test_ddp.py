@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.stage.replica.pipeline_grid import MICROBATCHES, SAMPLES, Block, Grid, Part, plan_of
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import copied
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -78,7 +78,7 @@ def average_once(number: int, schedule: str, options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_each_bucket_is_averaged_once_a_step(ranks: RankProcesses, schedule: str, options: dict[str, Any]) -> None:
+def test_each_bucket_is_averaged_once_a_step(ranks: Ranks, schedule: str, options: dict[str, Any]) -> None:
     ranks.run(average_once, schedule, options)
 
 
@@ -97,7 +97,7 @@ def average_later(number: int) -> None:
     grid.check_gradients()
 
 
-def test_no_sync_of_the_user_puts_the_average_off(ranks: RankProcesses) -> None:
+def test_no_sync_of_the_user_puts_the_average_off(ranks: Ranks) -> None:
     ranks.run(average_later)
 
 
@@ -122,7 +122,7 @@ def listen(number: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_hooks_of_the_user_hear_each_microbatch_and_not_the_average(ranks: RankProcesses, schedule: str) -> None:
+def test_hooks_of_the_user_hear_each_microbatch_and_not_the_average(ranks: Ranks, schedule: str) -> None:
     ranks.run(listen, schedule)
 
 
@@ -149,7 +149,7 @@ def average_parts(number: int) -> None:
             torch.testing.assert_close(found.grad, wanted.grad)
 
 
-def test_parts_of_a_stage(ranks: RankProcesses) -> None:
+def test_parts_of_a_stage(ranks: Ranks) -> None:
     ranks.run(average_parts)
 
 
@@ -186,7 +186,7 @@ def use_some(number: int, schedule: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_parameters_that_one_copy_or_none_uses(ranks: RankProcesses, schedule: str, option: str) -> None:
+def test_parameters_that_one_copy_or_none_uses(ranks: Ranks, schedule: str, option: str) -> None:
     ranks.run(use_some, schedule, {option: True})
 
 
@@ -211,7 +211,7 @@ def let_first_stage_idle(number: int) -> None:
         grid.check_gradients()
 
 
-def test_a_copy_that_uses_no_parameter_at_all(ranks: RankProcesses) -> None:
+def test_a_copy_that_uses_no_parameter_at_all(ranks: Ranks) -> None:
     ranks.run(let_first_stage_idle)
 
 
@@ -225,7 +225,7 @@ def freeze_one(number: int) -> None:
         grid.check_gradients()
 
 
-def test_parameters_frozen_between_steps(ranks: RankProcesses) -> None:
+def test_parameters_frozen_between_steps(ranks: Ranks) -> None:
     ranks.run(freeze_one)
 
 
@@ -265,5 +265,5 @@ def means_of_copies(grid: Grid) -> set[float]:
     return {copy.sum().item() for copy in copies}
 
 
-def test_buffers_of_the_first_copy_begin_each_step(ranks: RankProcesses) -> None:
+def test_buffers_of_the_first_copy_begin_each_step(ranks: Ranks) -> None:
     ranks.run(copy_buffers)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipecut import PipelineStage, StepError
 from pipecut.errors import DisagreementError, InputError
 from tests.stage.replica.pipeline_grid import REPLICAS, Block, Grid, Part, Wrap, plan_of
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import copied, sharded
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,7 @@ def message_of(kind: type[Exception], call: Callable[..., Any], *args: Any, **kw
     return str(caught.value)
 
 
-def same_on_all(ranks: RankProcesses, case: Callable[..., str], *args: Any) -> str:
+def same_on_all(ranks: Ranks, case: Callable[..., str], *args: Any) -> str:
     """What the error says on every rank."""
     messages = set(ranks.run(case, *args))
     assert len(messages) == 1, messages
@@ -55,7 +55,7 @@ def copy_over_the_pipeline(number: int, wrap: Wrap) -> str:
 
 
 @pytest.mark.parametrize("wrap", [copied_over_all, sharded_over_all])
-def test_copies_among_the_ranks_of_the_pipeline(ranks: RankProcesses, wrap: Wrap) -> None:
+def test_copies_among_the_ranks_of_the_pipeline(ranks: Ranks, wrap: Wrap) -> None:
     """Where all stages have the same shapes, DistributedDataParallel itself would average them with each other."""
     messages = ranks.run(copy_over_the_pipeline, wrap)
     for number, message in enumerate(messages):
@@ -74,7 +74,7 @@ def plan_differently(number: int, wrap: Wrap) -> str:
 
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
-def test_copies_with_another_plan(ranks: RankProcesses, wrap: Wrap) -> None:
+def test_copies_with_another_plan(ranks: Ranks, wrap: Wrap) -> None:
     message = same_on_all(ranks, plan_differently, wrap)
     assert "schedule: 1F1B on rank 0; GPipe on rank 1" in message
 
@@ -99,7 +99,7 @@ def waste(number: int) -> str:
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
 
-def test_unused_parameters_without_a_search_for_them(ranks: RankProcesses) -> None:
+def test_unused_parameters_without_a_search_for_them(ranks: Ranks) -> None:
     assert same_on_all(ranks, waste) == (
         "spare.down.weight, spare.norm.bias, spare.norm.weight, spare.up.bias, spare.up.weight got no gradient in this "
         "step: give DistributedDataParallel find_unused_parameters=True, or freeze what the stage does not use before "
@@ -125,7 +125,7 @@ def use_in_one_copy(number: int) -> str:
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
 
-def test_parameters_that_only_one_copy_uses(ranks: RankProcesses) -> None:
+def test_parameters_that_only_one_copy_uses(ranks: Ranks) -> None:
     """The copy that uses them gets its average; it hears of the other's error in its next step."""
     message = same_on_all(ranks, use_in_one_copy)
     assert message.startswith("rare.down.weight, rare.norm.bias, rare.norm.weight, rare.up.bias, rare.up.weight got no")
@@ -139,7 +139,7 @@ def use_later(number: int) -> str:
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
 
-def test_static_graphs_that_change(ranks: RankProcesses) -> None:
+def test_static_graphs_that_change(ranks: Ranks) -> None:
     assert same_on_all(ranks, use_later) == (
         "spare.down.weight, spare.norm.bias, spare.norm.weight, spare.up.bias, spare.up.weight got a gradient now and "
         "none in the first step; DistributedDataParallel with static_graph=True does not average it: use "
@@ -163,7 +163,7 @@ def unfreeze(number: int) -> str:
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
 
-def test_parameters_unfrozen_between_steps(ranks: RankProcesses) -> None:
+def test_parameters_unfrozen_between_steps(ranks: Ranks) -> None:
     assert same_on_all(ranks, unfreeze) == (
         "scale was frozen when DistributedDataParallel was made, which does not average it: unfreeze parameters "
         "before, or make DistributedDataParallel and the stage anew"
@@ -183,7 +183,7 @@ def freeze_before_the_stage(number: int) -> str:
     return message_of(InputError, stage_of, module)
 
 
-def test_parameters_frozen_before_the_stage_is_made(ranks: RankProcesses) -> None:
+def test_parameters_frozen_before_the_stage_is_made(ranks: Ranks) -> None:
     assert same_on_all(ranks, freeze_before_the_stage) == (
         "DistributedDataParallel was made with 11 parameters to train, and 10 are to be trained now: freeze and "
         "unfreeze parameters before"
@@ -196,7 +196,7 @@ def run_before_the_stage(number: int) -> str:
     return message_of(InputError, stage_of, module)
 
 
-def test_static_graphs_that_were_trained_before(ranks: RankProcesses) -> None:
+def test_static_graphs_that_were_trained_before(ranks: Ranks) -> None:
     assert same_on_all(ranks, run_before_the_stage) == (
         "DistributedDataParallel with static_graph=True has run outside of the pipeline, and expects each step to be "
         "like that: make it anew for the stage"
@@ -222,7 +222,7 @@ def lower_precision(number: int) -> str:
 @pytest.mark.parametrize(
     ("case", "name"), [(delay_some, "delay_all_reduce_named_params"), (lower_precision, "mixed_precision")]
 )
-def test_options_that_average_in_every_backward(ranks: RankProcesses, case: Case, name: str) -> None:
+def test_options_that_average_in_every_backward(ranks: Ranks, case: Case, name: str) -> None:
     assert same_on_all(ranks, case) == (
         f"DistributedDataParallel with {name} averages in every backward, and a stage has many in a step: leave it "
         "out. For lower precision use autocast, or fully_shard with a MixedPrecisionPolicy"
@@ -236,7 +236,7 @@ def mix(number: int) -> str:
     )
 
 
-def test_both_kinds_in_one_stage(ranks: RankProcesses) -> None:
+def test_both_kinds_in_one_stage(ranks: Ranks) -> None:
     assert same_on_all(ranks, mix) == (
         "a stage holds both DistributedDataParallel and fully_shard modules: use one of the two for all its parts"
     )
@@ -247,7 +247,7 @@ def shard_in_the_old_way(number: int) -> str:
     return message_of(InputError, stage_of, nn.Sequential(old))
 
 
-def test_wrappers_that_cannot_be_steered(ranks: RankProcesses) -> None:
+def test_wrappers_that_cannot_be_steered(ranks: Ranks) -> None:
     assert same_on_all(ranks, shard_in_the_old_way) == (
         "'0' of a stage is under FullyShardedDataParallel (FSDP1), which a pipeline cannot steer: use fully_shard "
         "instead"
@@ -272,7 +272,7 @@ def _burst(*_: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_pipeline_that_fails_takes_its_copies_down(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_a_pipeline_that_fails_takes_its_copies_down(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     message = same_on_all(ranks, fail_in_one_pipeline, schedule, wrap)
     assert "rank 0 failed in 0F0" in message
     assert "ValueError: a pipe has burst" in message
@@ -286,6 +286,6 @@ def fail_in_a_bare_plan(number: int) -> str:
     return message_of(StepError, grid.pipeline_step)
 
 
-def test_a_pipeline_that_fails_while_others_gather(ranks: RankProcesses) -> None:
+def test_a_pipeline_that_fails_while_others_gather(ranks: Ranks) -> None:
     message = same_on_all(ranks, fail_in_a_bare_plan)
     assert "rank 3 (rank 1 of its pipeline) failed in 1F0" in message

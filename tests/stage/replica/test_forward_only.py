@@ -8,8 +8,8 @@ from torch import nn
 
 from pipecut import PipeWarning, get_schedule_class
 from tests.stage.replica.pipeline_grid import MICROBATCHES, Grid, Wrap
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import copied, replicated, sharded
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -40,5 +40,5 @@ def parameters(grid: Grid) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("wrap", [copied, replicated, sharded])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_steps_without_a_loss(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_steps_without_a_loss(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(step_without_loss, schedule, wrap)

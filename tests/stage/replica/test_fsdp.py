@@ -30,8 +30,8 @@ from tests.stage.replica.pipeline_grid import (
     check_gradient,
     plan_of,
 )
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import sharded
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -80,7 +80,7 @@ def communicate(number: int, schedule: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_gathered_and_reduced_once_a_step(ranks: RankProcesses, schedule: str, options: dict[str, Any]) -> None:
+def test_gathered_and_reduced_once_a_step(ranks: Ranks, schedule: str, options: dict[str, Any]) -> None:
     """If all stages of a rank may be held at a time, the plan gathers each once, for all microbatches."""
     ranks.run(communicate, schedule, options)
 
@@ -96,7 +96,7 @@ def communicate_with_little_memory(number: int) -> None:
     grid.check_gradients()
 
 
-def test_gathered_as_often_as_the_plan_says(ranks: RankProcesses) -> None:
+def test_gathered_as_often_as_the_plan_says(ranks: Ranks) -> None:
     ranks.run(communicate_with_little_memory)
 
 
@@ -110,7 +110,7 @@ def gather_in_vain(number: int) -> None:
         grid.optimize()
 
 
-def test_parameters_that_were_gathered_in_vain_are_not_used_later(ranks: RankProcesses) -> None:
+def test_parameters_that_were_gathered_in_vain_are_not_used_later(ranks: Ranks) -> None:
     """An optimizer changes them in between."""
     ranks.run(gather_in_vain)
 
@@ -128,7 +128,7 @@ def look_at_parameters(number: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_nothing_stays_gathered_after_a_step(ranks: RankProcesses, schedule: str) -> None:
+def test_nothing_stays_gathered_after_a_step(ranks: Ranks, schedule: str) -> None:
     ranks.run(look_at_parameters, schedule)
 
 
@@ -144,7 +144,7 @@ def use_alone_afterwards(number: int) -> None:
     grid.check_gradients()
 
 
-def test_the_module_works_by_itself_after_a_step(ranks: RankProcesses) -> None:
+def test_the_module_works_by_itself_after_a_step(ranks: Ranks) -> None:
     """What a step sets for its microbatches does not outlast it."""
     ranks.run(use_alone_afterwards)
 
@@ -202,7 +202,7 @@ def sharded_in_low_precision(module: Any, mesh: DeviceMesh) -> nn.Module:
 
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", SPLIT])
-def test_low_precision_is_added_up_in_high_precision(ranks: RankProcesses, schedule: str, is_planned: bool) -> None:
+def test_low_precision_is_added_up_in_high_precision(ranks: Ranks, schedule: str, is_planned: bool) -> None:
     """Whether the plan says when to gather, or every forward gathers and frees for itself."""
     ranks.run(train_in_low_precision, schedule if is_planned else plan_of(schedule).lower())
 
@@ -233,7 +233,7 @@ def train_with(number: int, schedule: Any, wrap: Any, parts: Any, width: int) ->
 
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("width", [8, LARGE])
-def test_convolutions_and_checkpoints(ranks: RankProcesses, width: int, is_planned: bool) -> None:
+def test_convolutions_and_checkpoints(ranks: Ranks, width: int, is_planned: bool) -> None:
     schedule = SPLIT if is_planned else plan_of(SPLIT).lower()
     ranks.run(train_with, schedule, partial(sharded, reshard_after_forward=True), Convolved, width)
 
@@ -260,11 +260,11 @@ def train_frozen(number: int, schedule: str, parts: Any) -> None:
 
 @pytest.mark.parametrize("parts", [Frozen, Part])
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_frozen_parameters_and_a_frozen_stage(ranks: RankProcesses, schedule: str, parts: Any) -> None:
+def test_frozen_parameters_and_a_frozen_stage(ranks: Ranks, schedule: str, parts: Any) -> None:
     ranks.run(train_frozen, schedule, parts)
 
 
-def test_parameters_on_the_cpu(ranks: RankProcesses) -> None:
+def test_parameters_on_the_cpu(ranks: Ranks) -> None:
     ranks.run(train_with, SPLIT, partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), Part, 8)
 
 
@@ -278,7 +278,7 @@ def replicated(module: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_replicate(ranks: RankProcesses, schedule: str) -> None:
+def test_replicate(ranks: Ranks, schedule: str) -> None:
     """The sibling of fully_shard that only copies."""
     ranks.run(train_with, schedule, replicated, Part, 8)
 
@@ -303,5 +303,5 @@ def train_in_one_process_each(number: int) -> None:
                 check_gradient(f"{stage}.{name}", parameter, whole[stage].get_parameter(name).grad)
 
 
-def test_stages_in_one_process_sharded_and_copied(ranks: RankProcesses) -> None:
+def test_stages_in_one_process_sharded_and_copied(ranks: Ranks) -> None:
     ranks.run(train_in_one_process_each)

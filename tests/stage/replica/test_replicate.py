@@ -13,9 +13,9 @@ from pipecut import StepError
 from pipecut.errors import InputError
 from pipecut.stage.replica import replica_of
 from tests.stage.replica.pipeline_grid import Grid, Part
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.test_ddp import SPLIT, Choosy, HalfCopied, count_averages
 from tests.stage.replica.wrappers import replicated
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,7 @@ def average_once(number: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_averaged_once_a_step(ranks: RankProcesses, schedule: str) -> None:
+def test_averaged_once_a_step(ranks: Ranks, schedule: str) -> None:
     ranks.run(average_once, schedule)
 
 
@@ -54,7 +54,7 @@ def average_later(number: int) -> None:
     grid.check_gradients()
 
 
-def test_the_user_may_put_the_average_off(ranks: RankProcesses) -> None:
+def test_the_user_may_put_the_average_off(ranks: Ranks) -> None:
     ranks.run(average_later)
 
 
@@ -70,7 +70,7 @@ def average_parts(number: int) -> None:
     grid.check_gradients()
 
 
-def test_parts_of_a_stage(ranks: RankProcesses) -> None:
+def test_parts_of_a_stage(ranks: Ranks) -> None:
     ranks.run(average_parts)
 
 
@@ -80,11 +80,11 @@ def name_unused(number: int) -> str:
     return str(caught.value)
 
 
-def test_unused_parameters_are_named(ranks: RankProcesses) -> None:
+def test_unused_parameters_are_named(ranks: Ranks) -> None:
     for message in ranks.run(name_unused):
         assert "never.norm.weight" in message
         assert "got no gradient in this step: give replicate() find_unused_parameters=True" in message
-    ranks.stop()
+    ranks.close()
 
 
 def copy_over_the_pipeline(number: int) -> str:
@@ -100,7 +100,7 @@ class _Everybody:
         return None
 
 
-def test_copies_among_the_ranks_of_the_pipeline(ranks: RankProcesses) -> None:
+def test_copies_among_the_ranks_of_the_pipeline(ranks: Ranks) -> None:
     for message in ranks.run(copy_over_the_pipeline):
         assert "is copied or sharded over ranks [0, 1, 2, 3]" in message
 
@@ -113,5 +113,5 @@ def group_by_mesh(number: int) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def test_the_group_of_a_mesh(ranks: RankProcesses) -> None:
+def test_the_group_of_a_mesh(ranks: Ranks) -> None:
     assert ranks.run(group_by_mesh) == [[0, 2], [1, 3], [0, 2], [1, 3]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.stage.replica.pipeline_grid import Grid, Wrap, plan_of
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import copied, replicated, sharded, sharded_as_one
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -31,23 +31,23 @@ def train(number: int, schedule: str, wrap: Wrap, width: int) -> None:
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_every_schedule(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap, 8)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV"])
-def test_replicate(ranks: RankProcesses, schedule: str) -> None:
+def test_replicate(ranks: Ranks, schedule: str) -> None:
     ranks.run(train, schedule, replicated, LARGE if schedule == "ZB-H1" else 8)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_stages_sharded_as_one(ranks: RankProcesses, schedule: str) -> None:
+def test_stages_sharded_as_one(ranks: Ranks, schedule: str) -> None:
     ranks.run(train, schedule, sharded_as_one, 8)
 
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZBVZeroBubble"])
-def test_weight_gradients_that_are_put_off(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_weight_gradients_that_are_put_off(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap, LARGE)
 
 
@@ -61,6 +61,6 @@ def train_by_bare_plan(number: int, schedule: str, wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_plan_that_says_nothing_of_sharding(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_a_plan_that_says_nothing_of_sharding(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     """Then parameters are gathered when they are needed, and gradients reduced after the last backward."""
     ranks.run(train_by_bare_plan, schedule, wrap)

@@ -22,8 +22,8 @@ from tests.stage.replica.pipeline_grid import (
     check_gradient,
     plan_of,
 )
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import copied
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -87,5 +87,5 @@ def loss(output: Tensor, tokens: Tensor) -> Tensor:
     [("1F1B", copied), ("1F1B", sharded_everywhere), ("ZBVZeroBubble", sharded_everywhere)],
     ids=["1F1B, copied", "1F1B, sharded", "both ends of the tie on one rank, sharded"],
 )
-def test_traced_stages_with_a_tie(ranks: RankProcesses, schedule: str, wrap: Wrap) -> None:
+def test_traced_stages_with_a_tie(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap)

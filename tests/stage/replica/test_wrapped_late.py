@@ -9,8 +9,8 @@ from torch import nn
 
 from pipecut import Schedule1F1B, StepError
 from tests.stage.replica.pipeline_grid import MICROBATCHES, Grid, Wrap
-from tests.stage.replica.rank_processes import RankProcesses
 from tests.stage.replica.wrappers import alone, copied, replicated, sharded
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -33,7 +33,7 @@ def wrap_before_the_schedule(number: int, how: Wrap) -> None:
 
 
 @pytest.mark.parametrize("how", [copied, replicated, sharded])
-def test_a_module_that_is_wrapped_after_its_stage_was_made(ranks: RankProcesses, how: Wrap) -> None:
+def test_a_module_that_is_wrapped_after_its_stage_was_made(ranks: Ranks, how: Wrap) -> None:
     """Gradients were those of one copy, without a word."""
     ranks.run(wrap_before_the_schedule, how)
 
@@ -47,6 +47,6 @@ def wrap_after_the_schedule(number: int, how: Wrap) -> str:
 
 
 @pytest.mark.parametrize("how", [copied, replicated, sharded])
-def test_a_module_that_is_wrapped_after_its_schedule_was_made(ranks: RankProcesses, how: Wrap) -> None:
+def test_a_module_that_is_wrapped_after_its_schedule_was_made(ranks: Ranks, how: Wrap) -> None:
     for text in ranks.run(wrap_after_the_schedule, how):
         assert "after its schedule was made: wrap it first, and then make the schedule" in text
