@@ -41,6 +41,7 @@ from .run import get_schedule_class as get_schedule_class
 from .schedule import compare as compare
 from .split import Machine as Machine
 from .split import SplitPoint as SplitPoint
+from .stage import ChunkSpec as ChunkSpec
 from .stage import PipelineStage as PipelineStage
 from .stage import Replicate as Replicate
 from .stage import TensorChunkSpec as TensorChunkSpec

@@ -19,9 +19,9 @@ from .dtensor import text_of as text_of
 from .materialize import CheckpointLike as CheckpointLike
 from .materialize import InitFunction as InitFunction
 from .materialize import Values as Values
+from .materialize import empty_weights as empty_weights
 from .materialize import materialize as materialize
-from .materialize.save import save_stage as save_stage
-from .materialize.tensors import empty_weights as empty_weights
+from .materialize import save_stage as save_stage
 from .microbatch import ChunkSpec as ChunkSpec
 from .microbatch import Microbatches as Microbatches
 from .microbatch import Replicate as Replicate

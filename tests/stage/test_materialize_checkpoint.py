@@ -222,7 +222,7 @@ def test_what_a_module_saves_beside_its_tensors_is_loaded() -> None:
     stage = pipe.build_stage(1, "cpu", checkpoint=real.state_dict())
     assert stage.submod.get_submodule("1").count == 7
     lacking = {name: value for name, value in real.state_dict().items() if name != "1._extra_state"}
-    with pytest.raises(PipeError, match=r"does not have 1\._extra_state, what Counting saves beside its tensors"):
+    with pytest.raises(PipeError, match=r"does not have 1\._extra_state, which Counting saves beside its tensors"):
         pipe.build_stage(1, "cpu", checkpoint=lacking)
     assert pipe.build_stage(1, "cpu", checkpoint=lacking, strict=False).submod.get_submodule("1").count == 0
 

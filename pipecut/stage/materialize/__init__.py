@@ -1,8 +1,13 @@
-"""Stages of a model that exists only on the meta device get memory and values, each on its own rank."""
+"""Give the stages of a model on the meta device memory and values, each on its own rank, and save them.
+
+Begin with materialize.py; load.py opens checkpoints and reads from them.
+"""
 
 from __future__ import annotations
 
 from .load import CheckpointLike
 from .materialize import InitFunction, Values, check_has_memory, materialize
+from .save import save_stage
+from .tensors import empty_weights
 
-__all__ = ["CheckpointLike", "InitFunction", "Values", "check_has_memory", "materialize"]
+__all__ = ["CheckpointLike", "InitFunction", "Values", "check_has_memory", "empty_weights", "materialize", "save_stage"]

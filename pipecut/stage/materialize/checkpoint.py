@@ -1,4 +1,7 @@
-"""What a checkpoint is to a stage: names, their shapes and dtypes, and a way to read some of them."""
+"""Checkpoints as a stage sees them: names, shapes and dtypes, and a way to read some tensors.
+
+State dicts, files of torch.save and directories of torch.distributed.checkpoint are here, safetensors files beside.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...errors import CheckpointError
 from ...text import dtype_name, shape_text
@@ -22,7 +22,7 @@ from ...text import dtype_name, shape_text
 
 @dataclass(frozen=True)
 class Entry:
-    """What a checkpoint says of one tensor before it is read."""
+    """Shape and dtype of a saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,24 +36,24 @@ class Entry:
 
 
 class Checkpoint(Protocol):
-    """Saved tensors by name. Nothing is read before it is asked for."""
+    """Saved tensors and objects by name, each read when it is asked for."""
 
     @property
     def where(self) -> str:
-        """The place, for messages."""
+        """The path, or what messages say instead."""
 
     @property
     def names(self) -> Collection[str]:
         """The names of all tensors and objects."""
 
     def entry(self, name: str) -> Entry | None:
-        """Shape and dtype of a tensor; None for an object that is no tensor."""
+        """Return shape and dtype of a tensor; None for an object that is no tensor."""
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Write the values of some tensors into others of their shapes, converted to their dtypes and devices."""
+        """Copy saved tensors into others of their shapes, converted to their dtypes and devices."""
 
     def load_object(self, name: str) -> Any:
-        """What is saved under a name, as it is."""
+        """Return the tensor or object that is saved under a name."""
 
 
 class InMemory:
@@ -81,11 +81,8 @@ class InMemory:
         return self.values[name]
 
 
-# MERGED: Files of torch.save.
-
-
 def open_torch_file(path: Path) -> InMemory:
-    """A state dict whose tensors stay in the file until they are used."""
+    """Open a file of torch.save: a state dict whose tensors stay in the file until they are used."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError) as error:
@@ -107,13 +104,12 @@ def _summary(content: object) -> str:
     return f"a {type(content).__name__}"
 
 
-# MERGED: Directories of torch.distributed.checkpoint.
-
-
 class DistributedCheckpoint:
     """A directory that torch.distributed.checkpoint has written, from any number of ranks."""
 
     def __init__(self, path: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import, and rarely used
+
         self.where = str(path)
         self._reader = FileSystemReader(path)
         self._saved = self._reader.read_metadata().state_dict_metadata
@@ -123,6 +119,8 @@ class DistributedCheckpoint:
         return self._saved.keys()
 
     def entry(self, name: str) -> Entry | None:
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         saved = self._saved[name]
         return Entry(tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
@@ -136,7 +134,9 @@ class DistributedCheckpoint:
         return into[name]
 
     def _load(self, into: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         with warnings.catch_warnings():
-            # Every rank reads for itself, what it needs and when it likes: that is meant.
+            # It warns that every rank reads for itself, which is intended.
             warnings.filterwarnings("ignore", ".*single process")
             load(into, storage_reader=self._reader, no_dist=True)

@@ -1,4 +1,4 @@
-"""Reads what one stage needs from a checkpoint that has the names of the model."""
+"""Read the tensors of one stage from a checkpoint that has the names of the model: open it, match names, read."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...text import did_you_mean, dtype_name, lines_of, listed
-from .checkpoint import Checkpoint, Entry, InMemory, open_torch_file
+from .checkpoint import Checkpoint, DistributedCheckpoint, Entry, InMemory, open_torch_file
 from .safetensors_format import SafetensorsFile
 from .tensors import StageTensor, has_values, named_tensors
+
+INDEX = "model.safetensors.index.json"
+CheckpointLike = str | os.PathLike[str] | Mapping[str, Any]
 
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a stage takes from a checkpoint."""
+    """The match of a stage's tensors with the names in a checkpoint."""
 
     found: Mapping[str, StageTensor]  # by the name in the checkpoint; of a tie that was saved twice, the first
-    again: Mapping[str, str]  # the other names of ties that were saved more than once -> the first
+    duplicates: Mapping[str, str]  # the other names of ties that were saved more than once -> the first
     missing: Sequence[StageTensor]
 
 
-def find_in(
+def match_names(
     checkpoint: Checkpoint, tensors: Sequence[StageTensor], rename: Callable[[str], str] | None = None
 ) -> _Wanted:
     """Look for each tensor under all names that it has in the model."""
     known = checkpoint.names
     found: dict[str, StageTensor] = {}
-    again: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     missing = []
     for tensor in tensors:
         candidates = dict.fromkeys(name if rename is None else rename(name) for name in tensor.names)
         present = [name for name in candidates if name in known]
         if present:
             found[present[0]] = tensor
-            again |= dict.fromkeys(present[1:], present[0])
+            duplicates |= dict.fromkeys(present[1:], present[0])
         elif tensor.persistent:
             missing.append(tensor)
-    return _Wanted(found, again, missing)
+    return _Wanted(found, duplicates, missing)
 
 
 def check_names(
     checkpoint: Checkpoint, wanted: _Wanted, model: nn.Module, rename: Callable[[str], str] | None = None
 ) -> None:
-    """Everything that the stage needs is there, and nothing that the model does not know."""
+    """Raise unless the checkpoint has all names that the stage needs, and none that the model does not have."""
     # A buffer that is not saved now may have been saved once.
     expected = {*model.state_dict(), *(name for name, _ in named_tensors(model))}
     if rename is not None:
@@ -75,7 +78,7 @@ def check_names(
 
 
 def check_forms(checkpoint: Checkpoint, wanted: _Wanted, dtype: torch.dtype | None) -> None:
-    """Shapes are the model's, and dtypes are, or are to be converted."""
+    """Raise on shapes that are not the model's, and on dtypes that are neither the model's nor to be converted."""
     shapes, dtypes, kept = [], [], set()
     for name, tensor in wanted.found.items():
         entry = checkpoint.entry(name)
@@ -105,7 +108,7 @@ def _converted(saved: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | Non
 
 
 def check_dtype(tensors: Sequence[StageTensor], dtype: torch.dtype) -> None:
-    """A stage runs with the dtypes that the model had when it was traced."""
+    """Raise on a dtype that the traced model does not have, for its stages are made for those."""
     floating = {tensor.old.dtype for tensor in tensors if tensor.old.dtype.is_floating_point}
     if floating and dtype not in floating:
         of_model = " and ".join(sorted(map(dtype_name, floating)))
@@ -117,10 +120,10 @@ def check_dtype(tensors: Sequence[StageTensor], dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def read(checkpoint: Checkpoint, wanted: _Wanted) -> None:
-    """Fill the tensors; a tie that was saved under several names must have been saved with the same values."""
+def read_tensors(checkpoint: Checkpoint, wanted: _Wanted) -> None:
+    """Fill the tensors; raise if a tied one was saved under several names with different values."""
     checkpoint.read({name: tensor.new for name, tensor in wanted.found.items()})
-    for name, first in wanted.again.items():
+    for name, first in wanted.duplicates.items():
         value = wanted.found[first].new
         other = torch.empty_like(value)
         entry = checkpoint.entry(name)
@@ -137,7 +140,7 @@ def read(checkpoint: Checkpoint, wanted: _Wanted) -> None:
 
 
 def check_all_filled(tensors: Sequence[StageTensor], filled: Collection[str], index: int) -> None:
-    """Nothing is left in memory that nobody has written to."""
+    """Raise if a tensor would be left without values."""
     unfilled = [tensor for tensor in tensors if not has_values(tensor.old) and tensor.name not in filled]
     if unfilled:
         raise CheckpointError(
@@ -148,15 +151,8 @@ def check_all_filled(tensors: Sequence[StageTensor], filled: Collection[str], in
         )
 
 
-# MERGED: Which kind of checkpoint a path is.
-
-
-INDEX = "model.safetensors.index.json"
-CheckpointLike = str | os.PathLike[str] | Mapping[str, Any]
-
-
 def open_checkpoint(given: CheckpointLike) -> Checkpoint:
-    """What can be read from a path, or a state dict."""
+    """Open a checkpoint: a state dict, or the path of a file, an index or a directory."""
     if isinstance(given, Mapping):
         return InMemory(given)
     if not isinstance(given, str | os.PathLike):
@@ -181,8 +177,6 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_directory(path: Path) -> Checkpoint:
     if (path / ".metadata").exists():
-        from .checkpoint import DistributedCheckpoint
-
         return DistributedCheckpoint(path)
     if (path / INDEX).exists():
         return _read_index(path / INDEX)
@@ -205,7 +199,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 class _Sharded:
-    """Files that hold the tensors of one model; only those that are asked for are opened."""
+    """Several files with the tensors of one model; each is opened when one of its tensors is asked for."""
 
     def __init__(self, where: str, file_of: Mapping[str, Path]) -> None:
         self.where = where

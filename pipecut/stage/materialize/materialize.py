@@ -1,4 +1,7 @@
-"""The module of one stage with memory and values of its own; the model and the pipe stay as they are."""
+"""Give the module of one stage memory and values of its own, from a checkpoint or an init function.
+
+The model and the pipe stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,153 @@ from .load import (
     check_dtype,
     check_forms,
     check_names,
-    find_in,
+    match_names,
     open_checkpoint,
-    read,
+    read_tensors,
 )
 from .tensors import StageTensor, has_values, named_tensors, stage_tensors
 
-# MERGED: Runs a user's init function so that every stage gets the values that the whole model would have.
-
-
 InitFunction = Callable[[nn.Module], Any]
 
+_EXTRA = "_extra_state"
+_SHOWN = 5
 
-def initialize(model: nn.Module, tensors: Sequence[StageTensor], init: InitFunction, device: torch.device) -> None:
+
+@dataclass(frozen=True)
+class Values:
+    """Source of the values of a stage: an init function, a checkpoint, or both."""
+
+    init: InitFunction | None = None
+    checkpoint: CheckpointLike | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    rename: Callable[[str], str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.init is not None and not callable(self.init):
+            raise InputError(f"init must be a function that is called with modules, got {type(self.init).__name__}")
+        if self.init is not None and self.checkpoint is not None and self.strict:
+            raise InputError(
+                "init and checkpoint were both given: pass one of them; or with strict=False both, and init fills what "
+                "the checkpoint does not hold"
+            )
+        if self.checkpoint is None:
+            given = {"dtype": self.dtype is not None, "strict": not self.strict, "rename": self.rename is not None}
+            useless = [name for name, is_given in given.items() if is_given]
+            if useless:
+                raise InputError(f"{' and '.join(useless)} say how a checkpoint is read: pass checkpoint= too")
+
+    @property
+    def given(self) -> bool:
+        """True if there is any source of values."""
+        return self.init is not None or self.checkpoint is not None
+
+
+def materialize(
+    traced: TracedModel,
+    ties: Sequence[TiedParameter],
+    module: nn.Module,
+    index: int,
+    device: torch.device | str,
+    values: Values,
+) -> nn.Module:
+    """Return a copy of a stage's module with tensors of its own, on the device, with the values of the source."""
+    device = torch.empty(0, device=device).device  # with its number: `cuda` is the current one
+    if device.type == "meta":
+        raise InputError("init and checkpoint give a stage values, which it cannot have on the meta device")
+    _check_constants(traced)
+    tensors = stage_tensors(traced, ties, module, index, device)
+    checkpoint = None if values.checkpoint is None else open_checkpoint(values.checkpoint)
+    if checkpoint is None:
+        assert values.init is not None
+        _initialize(traced.model, tensors, values.init, device)
+    else:
+        _load(traced.model, index, tensors, checkpoint, values, device)
+    for tensor in tensors:
+        # Not before: attributes that an init function sets on a tensor must not be there when it runs.
+        vars(tensor.new).update({**vars(tensor.old), **vars(tensor.new)})
+    made = clone(module, replaced={id(tensor.old): tensor.new for tensor in tensors})
+    if checkpoint is not None:
+        _load_extra_state(made, checkpoint, values)
+    _check_attributes(made, index)
+    return made
+
+
+def _load(
+    model: nn.Module,
+    index: int,
+    tensors: list[StageTensor],
+    checkpoint: Checkpoint,
+    values: Values,
+    device: torch.device,
+) -> None:
+    wanted = match_names(checkpoint, tensors, values.rename)
+    if values.dtype is not None:
+        check_dtype(tensors, values.dtype)
+    if values.strict:
+        check_names(checkpoint, wanted, model, values.rename)
+    check_forms(checkpoint, wanted, values.dtype)
+    found = {tensor.name for tensor in wanted.found.values()}
+    left = [tensor for tensor in tensors if tensor.name not in found]
+    if values.init is None:
+        check_all_filled(tensors, found, index)
+    elif left:
+        _initialize(model, left, values.init, device)
+    read_tensors(checkpoint, wanted)
+
+
+def _load_extra_state(stage: nn.Module, checkpoint: Checkpoint, values: Values) -> None:
+    for key in stage.state_dict():
+        owner, _, last = key.rpartition(".")
+        name = key if values.rename is None else values.rename(key)
+        if last == _EXTRA and name in checkpoint.names:
+            stage.get_submodule(owner).set_extra_state(checkpoint.load_object(name))
+        elif last == _EXTRA and values.strict:
+            raise PipeError(
+                f"{checkpoint.where} does not have {name}, which {type(stage.get_submodule(owner)).__name__} saves "
+                "beside its tensors: with strict=False it stays as it was constructed"
+            )
+
+
+def _check_constants(traced: TracedModel) -> None:
+    for op in traced.operations:
+        if op.kind == "constant" and isinstance(op.constant, Tensor) and not has_values(op.constant):
+            raise PipeError(
+                f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({op.name}, "
+                f"of shape {list(op.constant.shape)}{', at ' + op.source if op.source else ''}): make it a "
+                "buffer, or make the model under pipecut.empty_weights()"
+            )
+
+
+def _check_attributes(stage: nn.Module, index: int) -> None:
+    for path, module in stage.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not has_values(value):
+                raise PipeError(
+                    f"{f'{path}.{name}'.lstrip('.')} in stage {index} is a tensor on the meta device that is neither "
+                    "parameter nor buffer, and cannot be given values: make it a buffer, or make the model under "
+                    "pipecut.empty_weights()"
+                )
+
+
+def check_has_memory(module: nn.Module, index: int, device: torch.device) -> None:
+    """Raise on a stage on the meta device that is to run somewhere else."""
+    if device.type == "meta":
+        return
+    empty = [name for name, tensor in named_tensors(module) if tensor.device.type == "meta"]
+    if empty:
+        raise PipeError(
+            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, _SHOWN)}. Give "
+            f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
+            f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
+            "hand: module.to_empty(device=device), then load_state_dict"
+        )
+
+
+def _initialize(model: nn.Module, tensors: Sequence[StageTensor], init: InitFunction, device: torch.device) -> None:
     """Call `init` with the modules of a model in which only these tensors have memory, children before parents.
 
-    It sees the whole model, so that it may look at any part; what it writes to other stages' tensors goes nowhere.
+    It gets the whole model, so that it may read any part; what it writes to other stages' tensors is dropped.
     Random numbers start from a seed of each module's own, made of torch.initial_seed() and its name: so the values
     depend neither on the cut nor on the rank, and a tied parameter gets the same ones on all that hold it.
     """
@@ -46,16 +180,16 @@ def initialize(model: nn.Module, tensors: Sequence[StageTensor], init: InitFunct
         _fill_with_nan(tensor.new)
     placed = dict(named_tensors(skeleton))
     mine = {id(tensor.new) for tensor in tensors}
-    watch = _Writes()
+    writes = _Writes()
     fork = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_random_device_type(device))
     seed = torch.initial_seed()
-    with fork, torch.no_grad(), watch:
+    with fork, torch.no_grad(), writes:
         for path, module in _children_first(skeleton, "", set()):
             if any(id(tensor) in mine for _, tensor in named_tensors(module)):
                 torch.manual_seed(_seed_of(seed, path))
                 _call(init, path, module)
-        _take_over_replaced(placed, skeleton, tensors)
-    _check_all_written(empty, watch)
+        _copy_replaced(placed, skeleton, tensors)
+    _check_all_written(empty, writes)
 
 
 def _random_device_type(device: torch.device) -> str:
@@ -102,8 +236,8 @@ def _call(init: InitFunction, path: str, module: nn.Module) -> None:
         ) from error
 
 
-def _take_over_replaced(placed: dict[str, Tensor], skeleton: nn.Module, tensors: Sequence[StageTensor]) -> None:
-    """`module.weight = nn.Parameter(...)` gives values as well as writing to the one that is there."""
+def _copy_replaced(placed: dict[str, Tensor], skeleton: nn.Module, tensors: Sequence[StageTensor]) -> None:
+    """Copy the values of tensors that `init` assigned anew, as in `module.weight = nn.Parameter(...)`."""
     now = dict(named_tensors(skeleton))
     for tensor in tensors:
         for name in tensor.names:
@@ -129,7 +263,7 @@ def _fill_with_nan(tensor: Tensor) -> None:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the memory that operations write to."""
+    """Mode that records the memory that operations write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,16 +279,12 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.memory.add(tensor.untyped_storage()._cdata)
         return func(*args, **kwargs)
 
-    def has_seen(self, tensor: Tensor) -> bool:
+    def has_recorded(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.memory
 
 
-def _check_all_written(empty: Sequence[StageTensor], watch: _Writes) -> None:
-    unwritten = [
-        tensor
-        for tensor in empty
-        if tensor.new.numel() and (_has_nan(tensor.new) if _can_be_nan(tensor.new) else not watch.has_seen(tensor.new))
-    ]
+def _check_all_written(empty: Sequence[StageTensor], writes: _Writes) -> None:
+    unwritten = [tensor for tensor in empty if tensor.new.numel() and not _is_written(tensor.new, writes)]
     if unwritten:
         raise PipeError(
             f"init left without values: {', '.join(map(str, unwritten))}. It is called with every module, children "
@@ -164,155 +294,9 @@ def _check_all_written(empty: Sequence[StageTensor], watch: _Writes) -> None:
         )
 
 
-def _has_nan(tensor: Tensor) -> bool:
+def _is_written(tensor: Tensor, writes: _Writes) -> bool:
+    if not _can_be_nan(tensor):
+        return writes.has_recorded(tensor)
     # A sum needs no memory of the tensor's size, and is NaN if anything in it is.
     values = tensor.detach()
-    return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())
-
-
-_EXTRA = "_extra_state"
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Values:
-    """Where the values of a stage come from."""
-
-    init: InitFunction | None = None
-    checkpoint: CheckpointLike | None = None
-    dtype: torch.dtype | None = None
-    strict: bool = True
-    rename: Callable[[str], str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.init is not None and not callable(self.init):
-            raise InputError(f"init must be a function that is called with modules, got {type(self.init).__name__}")
-        if self.init is not None and self.checkpoint is not None and self.strict:
-            raise InputError(
-                "init and checkpoint were both given: pass one of them; or with strict=False both, and init fills what "
-                "the checkpoint does not hold"
-            )
-        if self.checkpoint is None:
-            given = {"dtype": self.dtype is not None, "strict": not self.strict, "rename": self.rename is not None}
-            useless = [name for name, is_given in given.items() if is_given]
-            if useless:
-                raise InputError(f"{' and '.join(useless)} say how a checkpoint is read: pass checkpoint= too")
-
-    @property
-    def given(self) -> bool:
-        """Whether there is any source of values."""
-        return self.init is not None or self.checkpoint is not None
-
-
-def materialize(
-    traced: TracedModel,
-    ties: Sequence[TiedParameter],
-    module: nn.Module,
-    index: int,
-    device: torch.device | str,
-    values: Values,
-) -> nn.Module:
-    """A copy of a stage's module whose tensors are its own, on the device, with the values that were asked for."""
-    device = _with_number(torch.device(device))
-    _check_device(device)
-    _check_constants(traced)
-    tensors = stage_tensors(traced, ties, module, index, device)
-    checkpoint = None if values.checkpoint is None else open_checkpoint(values.checkpoint)
-    if checkpoint is None:
-        _initialize(traced.model, tensors, values, device)
-    else:
-        _load(traced.model, index, tensors, checkpoint, values, device)
-    for tensor in tensors:
-        # Not before: what an init function notes on a tensor that it has filled must not be there already.
-        vars(tensor.new).update({**vars(tensor.old), **vars(tensor.new)})
-    made = clone(module, replaced={id(tensor.old): tensor.new for tensor in tensors})
-    if checkpoint is not None:
-        _load_extra_state(made, checkpoint, values)
-    _check_attributes(made, index)
-    return made
-
-
-def _with_number(device: torch.device) -> torch.device:
-    """`cuda` is the current one: tensors say which."""
-    return torch.empty(0, device=device).device
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "meta":
-        raise InputError("init and checkpoint give a stage values, which it cannot have on the meta device")
-
-
-def _initialize(model: nn.Module, tensors: list[StageTensor], values: Values, device: torch.device) -> None:
-    assert values.init is not None
-    initialize(model, tensors, values.init, device)
-
-
-def _load(
-    model: nn.Module,
-    index: int,
-    tensors: list[StageTensor],
-    checkpoint: Checkpoint,
-    values: Values,
-    device: torch.device,
-) -> None:
-    wanted = find_in(checkpoint, tensors, values.rename)
-    if values.dtype is not None:
-        check_dtype(tensors, values.dtype)
-    if values.strict:
-        check_names(checkpoint, wanted, model, values.rename)
-    check_forms(checkpoint, wanted, values.dtype)
-    found = {tensor.name for tensor in wanted.found.values()}
-    left = [tensor for tensor in tensors if tensor.name not in found]
-    if values.init is None:
-        check_all_filled(tensors, found, index)
-    elif left:
-        _initialize(model, left, values, device)
-    read(checkpoint, wanted)
-
-
-def _load_extra_state(stage: nn.Module, checkpoint: Checkpoint, values: Values) -> None:
-    for key in stage.state_dict():
-        owner, _, last = key.rpartition(".")
-        name = key if values.rename is None else values.rename(key)
-        if last == _EXTRA and name in checkpoint.names:
-            stage.get_submodule(owner).set_extra_state(checkpoint.load_object(name))
-        elif last == _EXTRA and values.strict:
-            raise PipeError(
-                f"{checkpoint.where} does not have {name}, what {type(stage.get_submodule(owner)).__name__} saves "
-                "beside its tensors: with strict=False it stays as it was constructed"
-            )
-
-
-def _check_constants(traced: TracedModel) -> None:
-    for op in traced.operations:
-        if op.kind == "constant" and isinstance(op.constant, Tensor) and not has_values(op.constant):
-            raise PipeError(
-                f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({op.name}, "
-                f"of shape {list(op.constant.shape)}{', at ' + op.source if op.source else ''}): make it a "
-                "buffer, or make the model under pipecut.empty_weights()"
-            )
-
-
-def _check_attributes(stage: nn.Module, index: int) -> None:
-    for path, module in stage.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not has_values(value):
-                raise PipeError(
-                    f"{f'{path}.{name}'.lstrip('.')} in stage {index} is a tensor on the meta device that is neither "
-                    "parameter nor buffer, and cannot be given values: make it a buffer, or make the model under "
-                    "pipecut.empty_weights()"
-                )
-
-
-def check_has_memory(module: nn.Module, index: int, device: torch.device) -> None:
-    """Refuse a stage on the meta device that is to run somewhere else."""
-    if device.type == "meta":
-        return
-    empty = [name for name, tensor in named_tensors(module) if tensor.device.type == "meta"]
-    if empty:
-        raise PipeError(
-            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, _SHOWN)}. Give "
-            f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
-            f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
-            "hand: module.to_empty(device=device), then load_state_dict"
-        )
+    return not torch.isnan(values.sum()) or not torch.isnan(values).any()

@@ -1,4 +1,4 @@
-"""The safetensors format: a length, a header in JSON, and the bytes of the tensors; read and written piece by piece."""
+"""The safetensors format: a length, a JSON header, and the bytes of the tensors; read and written piece by piece."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Place:
 
 
 class SafetensorsFile:
-    """One file, of which the header is read at once and tensors when they are asked for."""
+    """A safetensors file: its header is read at once, tensors when they are asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,20 +1,22 @@
-"""Saves a stage beside those of the other ranks, as one checkpoint of the model with the model's names."""
+"""Save a stage beside those of the other ranks, as one checkpoint of the model with the model's names."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import CheckpointError
-from ..stage import PipelineStage
 from .load import INDEX
 from .safetensors_format import SafetensorsFile, write_safetensors
 from .tensors import has_values
+
+if TYPE_CHECKING:
+    from ..stage import PipelineStage
 
 
 def save_stage(stage: PipelineStage, directory: str | os.PathLike[str]) -> Path:
@@ -83,7 +85,7 @@ def _check_can_be_saved(stage: PipelineStage, name: str, value: Any) -> None:
 
 
 def _write_index(folder: Path, total: int) -> None:
-    """The last rank to come finds all files; if two come at once, both write the same."""
+    """Write the index once all files are there; if two ranks come at once, both write the same."""
     files = [folder / _file_name(index, total) for index in range(total)]
     if not all(file.exists() for file in files):
         return

@@ -1,4 +1,4 @@
-"""The tensors of a stage, and new ones of its own to take their places."""
+"""Tensors of a stage and the new ones that take their places; models made without memory for their parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +47,12 @@ _shared: weakref.WeakKeyDictionary[TracedModel, dict[tuple[str, torch.device], _
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there is memory behind a tensor."""
+    """Return True if a tensor has memory."""
     return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers under all their names."""
+    """Yield all parameters and buffers under all their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -61,7 +60,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def stage_tensors(
     traced: TracedModel, ties: Sequence[TiedParameter], module: nn.Module, index: int, device: torch.device
 ) -> list[StageTensor]:
-    """A new tensor on the device for each of a stage, with the values that the old one has, if any."""
+    """Make a new tensor on the device for each of a stage, with the values that the old one has, if any."""
     model = traced.model
     groups: dict[int, list[str]] = {}
     group_of = {name: groups.setdefault(id(tensor), []) for name, tensor in named_tensors(model)}
@@ -115,9 +114,6 @@ def _empty_like(name: str, old: Tensor, device: torch.device) -> Tensor:
     return data.requires_grad_(old.requires_grad)
 
 
-# MERGED: Makes models whose parameters are on the meta device and whose buffers have values.
-
-
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
     """Make models without memory for their parameters.
@@ -135,14 +131,17 @@ def empty_weights() -> Iterator[None]:
 
     def register_without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not is_lazy(param) and param.device.type != "meta":
-            _forget_values(param)
+            _move_to_meta(param)
         register(module, name, param)
 
-    with patch.object(nn.Module, "register_parameter", register_without_memory):
+    nn.Module.register_parameter = register_without_memory  # type: ignore[assignment,method-assign]
+    try:
         yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _forget_values(parameter: nn.Parameter) -> None:
+def _move_to_meta(parameter: nn.Parameter) -> None:
     """Move a parameter to the meta device: the very object, for another module may be about to share it."""
     empty = torch.Tensor._make_subclass(type(parameter), parameter.detach().to("meta"), parameter.requires_grad)
     vars(empty).update(vars(parameter))
