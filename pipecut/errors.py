@@ -66,7 +66,7 @@ class StageRunError(PipeError):
 
 
 class CompiledStageError(InputError, RuntimeError):
-    """A compiled stage in a schedule that would gain nothing from it. It is a RuntimeError too, as with the peer."""
+    """A stage compiled as a whole, in a schedule that would gain nothing from it; also a RuntimeError."""
 
 
 class StepError(PipeError, RuntimeError):

@@ -8,22 +8,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..api import RequestedCuts
 from ..errors import InputError
 from ..pipe import Pipe as OwnPipe
-from ..pipe_ir import ModelTracer, warn_of_fixed_dims
-from ..pipe_ir.flat_output import FlatOutput
-from ..pipe_ir.marker import pipe_split
-from ..pipe_ir.structure import flatten
+from ..pipe_ir import ModelTracer, flatten, pipe_split, warn_of_fixed_dims
 from ..split import SplitPoint, SplitPolicy, cut_model
-from ..stage.replaced_attributes import ReplacedAttributes
 from ..text import listed
 from . import _backward, _unflatten
 from . import stage as _stage
-from .pipe_info import PipeInfo as PipeInfo
-from .replaced import replaced
+from ._utils import FlatOutput
+from ._utils import PipeInfo as PipeInfo
+from .unsupported import ReplacedAttributes, replaced
 
 __all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
 
@@ -53,11 +52,19 @@ class Pipe(OwnPipe, ReplacedAttributes):
     forward = __call__
 
     def info(self) -> PipeInfo:
-        """What is known of the stages and edges, without the modules. Stages that are built with it hand over tensors.
+        """Return what is known of the stages and edges, without the modules.
 
-        That is what the peer does: loss_fn and step() get no dict or dataclass, but the tensors in it.
+        Stages that are built with it hand over tensors, as upstream does: loss_fn and the caller of step() get no dict
+        or dataclass, but the tensors in it.
         """
         return PipeInfo.of(super().info(), FlatOutput.of(self.traced.output))
+
+    def build_stage(
+        self, stage_index: int, device: torch.device | str, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> _stage._PipelineStage:
+        """Build one stage for a schedule; `options` are those of pipecut.Pipe.build_stage."""
+        module = super().build_stage(stage_index, device, group, **options).submod
+        return _stage._PipelineStage(module, stage_index, self.info(), device, group)
 
     def print_readable(self) -> None:  # type: ignore[override]
         """Print the code that was generated for each stage."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import PipeError
-from ..stage.backward import PendingWeights, full_backward, input_backward, weight_backward
+from ..stage import PendingWeights, full_backward, input_backward, weight_backward
 from ._debug import map_debug_info as map_debug_info
-from .replaced import replaced
+from .unsupported import replaced
 
 Gradients = tuple["Tensor | None", ...]
 Pair = tuple[Tensor, "Tensor | None"]

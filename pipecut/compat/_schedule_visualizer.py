@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
-from ..run.schedule import PipelineSchedule
-from ..run.schedules import PipelineScheduleSingle
-from ..schedule import render
-from ..schedule.action import COMPUTE, Op
-from ..schedule.lower import add_bubbles, drop_bubbles
-from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer
-from ..schedule.plan import Plan
-from ..schedule.registry import FAMILIES
-from ..schedule.render.palette import look
+from ..schedule import COMPUTE, Op, Plan, add_bubbles, drop_bubbles, look, render
 from . import schedules as _schedules
 from . import stage as _stage
-from .schedules import get_schedule_class
+from .actions import UpstreamAction, UpstreamOrder, UpstreamRow, order_from_upstream, order_to_upstream
+from .schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
 from .stage import _PipelineStageBase
 
 Chunks: TypeAlias = int | None  # the stages of each rank; None for as many as the schedule is made for
@@ -44,11 +37,10 @@ class _ComputationTypeVisual:
 action_type_to_color_mapping = {op: _ComputationTypeVisual(look(op).fill, op.name) for op in Op if op in COMPUTE}
 
 # What the peer's module has by its imports.
-_Action = PeerAction
+_Action = UpstreamAction
 _ComputationType = Op
 PipelineScheduleMulti = _schedules.PipelineScheduleMulti
 PipelineStage = _stage.PipelineStage
-_PipelineSchedule = _schedules._PipelineSchedule
 _PipelineScheduleRuntime = _schedules._PipelineScheduleRuntime
 
 
@@ -68,14 +60,14 @@ class _OnPaper(_PipelineStageBase):
 
 
 def get_schedule_ops(
-    schedule: str | type[PipelineSchedule],
+    schedule: str | type[_PipelineSchedule],
     pp_degree: int,
     num_microbatches: int,
     num_stages_per_rank: Chunks = None,
     add_spacing: bool = False,
     with_comms: bool = False,
     defer_pp_recv: bool = False,
-) -> list[PeerRow]:
+) -> list[UpstreamRow]:
     """The actions of every rank in a schedule, made without a model or a process group.
 
     >>> get_schedule_ops("GPipe", 2, 1, add_spacing=True)
@@ -89,9 +81,9 @@ def get_schedule_ops(
     _refuse_other_chunks(kind, chunks)
     total = chunks * pp_degree
     stages = [_OnPaper(chunk * pp_degree, total, 0, pp_degree) for chunk in range(chunks)]
-    made: Any = kind(stages[0] if single else stages, num_microbatches)  # type: ignore[arg-type]
+    made: Any = kind(stages[0] if single else stages, num_microbatches)
     made._defer_pp_recv = defer_pp_recv
-    order: PeerOrder = made.pipeline_order_with_comms if with_comms else made.pipeline_order
+    order: UpstreamOrder = made.pipeline_order_with_comms if with_comms else made.pipeline_order
     if not order:
         raise InputError(f"{kind.__name__} has no order of actions: use a schedule that sets pipeline_order")
     rows = [order[rank] for rank in sorted(order)]
@@ -102,9 +94,8 @@ class StagesPerRankError(InputError, AssertionError):
     """A schedule that is made for another number of stages a rank. It is an AssertionError too, as with the peer."""
 
 
-def _refuse_other_chunks(kind: type[PipelineSchedule], chunks: int) -> None:
-    family = FAMILIES.get(kind.schedule_name)
-    fixed = None if family is None or family.any_chunks else family.chunks
+def _refuse_other_chunks(kind: type[_PipelineSchedule], chunks: int) -> None:
+    fixed = None if kind.family is None or kind.family.any_chunks else kind.family.chunks
     wanted = 1 if issubclass(kind, PipelineScheduleSingle) else fixed
     if wanted is not None and chunks != wanted:
         raise StagesPerRankError(
@@ -112,17 +103,17 @@ def _refuse_other_chunks(kind: type[PipelineSchedule], chunks: int) -> None:
         )
 
 
-def add_schedule_op_spacing(schedule: Sequence[Iterable[PeerAction | None]]) -> list[PeerRow]:
+def add_schedule_op_spacing(schedule: Sequence[Iterable[UpstreamAction | None]]) -> list[UpstreamRow]:
     """The actions with a None wherever a rank waits, if each takes one step."""
-    rows = order_from_peer(dict(enumerate(schedule)))
+    rows = order_from_upstream(dict(enumerate(schedule)))
     computed = {rank: [action for action in row if action is None or action.is_compute] for rank, row in rows.items()}
-    spaced = order_as_peer(add_bubbles(drop_bubbles(Plan.from_actions(computed))).actions)
+    spaced = order_to_upstream(add_bubbles(drop_bubbles(Plan.from_actions(computed))).actions)
     return [spaced[rank] for rank in sorted(spaced)]
 
 
-def visualize_schedule(schedule: Sequence[Iterable[PeerAction | None]], filename: str | None = None) -> None:
+def visualize_schedule(schedule: Sequence[Iterable[UpstreamAction | None]], filename: str | None = None) -> None:
     """Draw the actions of every rank: in a file as SVG, or else here as text."""
-    plan = Plan.from_actions(order_from_peer(dict(enumerate(schedule))))
+    plan = Plan.from_actions(order_from_upstream(dict(enumerate(schedule))))
     if filename is None:
         print(plan.grid())
     else:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .. import pipe_ir
 from ..errors import InputError
-from ..schedule.placement import Placement
-from ..stage.dtensor import is_distributed
-from ..stage.examples import check_gradients, tensors_of
+from ..pipe_ir import Ref, Template, flatten
+from ..schedule import Placement
+from ..stage import check_gradients, is_distributed, tensors_of
 from . import tensor_meta
-from .pipe_info import PipeInfo
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta
+from .unsupported import ReplacedAttributes
 
 __all__ = [
     "InferenceMode",
@@ -51,6 +53,51 @@ _MeshCache = tensor_meta._MeshCache
 _StageMeta = tensor_meta._StageMeta
 _StageForwardMeta = tensor_meta._StageForwardMeta
 _StageBackwardMeta = tensor_meta._StageBackwardMeta
+
+
+@dataclass(frozen=True)
+class FlatOutput:
+    """The leaves of an output that are handed over: every tensor once, in their order."""
+
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, output: Template) -> FlatOutput:
+        """Find the places of the values in the output of a traced model.
+
+        Two places that hold one value are known from the trace. At run time two tensors may be one in some mode only,
+        such as what goes into a dropout and what comes out of it.
+        """
+        first = {leaf.index: place for place, leaf in reversed(list(enumerate(output.leaves))) if isinstance(leaf, Ref)}
+        return cls(tuple(sorted(first.values())))
+
+    def select(self, result: Any) -> Any:
+        """Return the tensors of a result: one alone as itself, several as a tuple.
+
+        >>> FlatOutput((0, 2)).select({"logits": 1.5, "cache": (None, 2.5)}), FlatOutput((0,)).select((1.5, "text"))
+        ((1.5, 2.5), 1.5)
+        """
+        leaves, _ = flatten(result, holders=True)
+        kept = tuple(leaves[place] for place in self.places)
+        return kept[0] if len(kept) == 1 else kept
+
+
+@dataclass(frozen=True)
+class PipeInfo(pipe_ir.PipeInfo, ReplacedAttributes):
+    """All that is known of a Pipe without its modules. Stages that are built with it hand over tensors only."""
+
+    flat_output: FlatOutput | None = None
+    has_loss_and_backward: bool = False  # a traced model holds no backward here either: it is the schedule's
+
+    _replaced = {
+        "graph": "what the stages are and what goes between them is in `stages` and `edges`, their code in "
+        "pipe.print_readable()"
+    }
+
+    @classmethod
+    def of(cls, info: pipe_ir.PipeInfo, flat_output: FlatOutput) -> PipeInfo:
+        """Add upstream's attributes to the info of a Pipe whose output is handed over flat."""
+        return cls(**{field.name: getattr(info, field.name) for field in fields(info)}, flat_output=flat_output)
 
 
 def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:

@@ -47,7 +47,7 @@ def install(*, children: bool = True) -> None:
     >>> install(children=False)
     >>> import torch.distributed.pipelining as pipelining
     >>> pipelining.Schedule1F1B.__module__
-    'pipecut.run.schedules'
+    'pipecut.compat.schedules'
     >>> uninstall()
     """
     import torch.distributed

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from ..errors import PipeError, SpecCountError
-from ..stage.dtensor import is_distributed
-from ..stage.microbatch import CustomReducer as _CustomReducer
-from ..stage.microbatch import LossReducer as _LossReducer
-from ..stage.microbatch import Replicate as _Replicate
-from ..stage.microbatch import TensorChunkSpec, sum_reducer
-from ..stage.microbatch import merge_chunks as _merge
-from ..stage.microbatch import split_args_kwargs_into_chunks as _split_call
-from ..stage.microbatch import split_tensor as _split
+from ..stage import CustomReducer as _CustomReducer
+from ..stage import LossReducer as _LossReducer
+from ..stage import Replicate as _Replicate
+from ..stage import TensorChunkSpec, is_distributed, sum_reducer
+from ..stage import merge_chunks as _merge
+from ..stage import split_args_kwargs_into_chunks as _split_call
+from ..stage import split_tensor as _split
 
 __all__ = [
     "TensorChunkSpec",

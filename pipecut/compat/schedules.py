@@ -5,29 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import re
-from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..errors import InputError
-from ..run import schedules as own
-from ..run.connection import refuse_compiled
-from ..run.custom import ActionContext
-from ..run.inputs import Given
-from ..run.schedule import PipelineSchedule
-from ..schedule import peer_passes
-from ..schedule.action import Op
-from ..schedule.peer_action import PeerAction, PeerOrder, PeerRow
-from ..stage.stage import PipelineStage
-from . import _utils
+from .. import run as own
+from ..errors import InputError, PlanError, warn
+from ..run import Batch, FamilySchedule
+from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
+from ..stage import PipelineStage
+from . import _utils, passes
 from . import microbatch as _microbatch
 from . import stage as _stage
+from .actions import UpstreamAction, UpstreamOrder, UpstreamRow
 from .microbatch import TensorChunkSpec
-from .replaced import replaced
+from .orders import UpstreamSchedule, is_placed
+from .steps import PipelineContext
+from .unsupported import replaced
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -42,10 +39,10 @@ __all__ = [
     "get_schedule_class",
 ]
 
-_Action = PeerAction
+_Action = UpstreamAction
 _ComputationType = Op
 FORWARD = F = Op.FORWARD
-BACKWARD_INPUT = I = Op.BACKWARD_INPUT  # noqa: E741 (the peer's name)
+BACKWARD_INPUT = I = Op.BACKWARD_INPUT  # noqa: E741 (upstream's name)
 BACKWARD_WEIGHT = W = Op.BACKWARD_WEIGHT
 FULL_BACKWARD = B = Op.FULL_BACKWARD
 OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD = Op.OVERLAP_F_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD
@@ -53,20 +50,207 @@ SEND_F, RECV_F, SEND_B, RECV_B = Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B
 _action_regex = re.compile(rf"(\d+)({'|'.join(op.value for op in Op if op is not Op.OVERLAP_F_B)})(\d*)")
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
-_PipelineSchedule = PipelineSchedule
-PipelineScheduleSingle = own.PipelineScheduleSingle
-PipelineScheduleMulti = own.PipelineScheduleMulti
-_PipelineScheduleRuntime = own.PipelineScheduleRuntime
-ScheduleGPipe = own.ScheduleGPipe
-Schedule1F1B = own.Schedule1F1B
-ScheduleInterleaved1F1B = own.ScheduleInterleaved1F1B
-ScheduleLoopedBFS = own.ScheduleLoopedBFS
-ScheduleInterleavedZeroBubble = own.ScheduleInterleavedZeroBubble
-ScheduleZBVZeroBubble = own.ScheduleZBVZeroBubble
-ScheduleDualPipeV = own.ScheduleDualPipeV
-get_schedule_class = own.get_schedule_class
+_PipelineSchedule = UpstreamSchedule
+_PipelineContext = PipelineContext
 
-# What the peer's module has by its imports.
+
+class ForwardOnlyError(InputError, RuntimeError):
+    """A loss was asked of a schedule that has none; also a RuntimeError, as with upstream."""
+
+
+class PipelineScheduleSingle(UpstreamSchedule, own.PipelineScheduleSingle):
+    """Base class of the schedules with one stage on each rank."""
+
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        stages = [stage] if is_placed(stage) else stage  # a mock of a stage can be iterated over too
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
+    def _shown_plan(self) -> Plan:
+        """Return the plan with the reductions of gradients, which upstream shows for one stage on each rank."""
+        plan = self.plan
+        return add_reduce_grad(plan) if plan.training and plan.stages == plan.ranks else plan
+
+
+class PipelineScheduleMulti(UpstreamSchedule, own.PipelineScheduleMulti):
+    """Base class of the schedules with one or more stages on each rank; a user's own sets `pipeline_order`."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        **options: Any,
+    ) -> None:
+        if use_full_backward is not None:
+            warn(
+                "use_full_backward has no effect: backwards are whole (B) or in two parts (I, W) as the order of "
+                "actions says. Leave it out"
+            )
+        if not backward_requires_autograd:
+            raise InputError(
+                "backward_requires_autograd=False is not known here: register a custom function for your backwards"
+            )
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
+    @classmethod
+    def _make_plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan:
+        """Make the plan of the family; without one an empty plan, until the order of actions is set."""
+        if cls.family is not None:
+            return super()._make_plan(stages, n_microbatches, ranks)
+        total = stages[0].num_stages
+        placement = Placement((0,) * total)
+        return Plan(cls.__name__, placement, n_microbatches, ((),), Dataflow.chain(total), training=True)
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule whose order can be read and written with its messages."""
+
+
+class _BuiltIn(_PipelineScheduleRuntime):
+    """Base class of the built-in schedules, whose constructors have their own order of arguments."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        last = (None, scale_grads, backward_requires_autograd)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, *last, **options)
+        self._defer_pp_recv = defer_pp_recv
+
+
+class _ZeroBubble(_BuiltIn):
+    """Base class of the built-in schedules that leave weight gradients for idle time."""
+
+    use_full_backward = False
+
+
+class ScheduleGPipe(PipelineScheduleSingle, own.ScheduleGPipe):
+    """GPipe; see pipecut.ScheduleGPipe."""
+
+
+class Schedule1F1B(PipelineScheduleSingle, own.Schedule1F1B):
+    """1F1B; see pipecut.Schedule1F1B."""
+
+
+class ScheduleInterleaved1F1B(_BuiltIn, own.ScheduleInterleaved1F1B):
+    """Interleaved 1F1B; see pipecut.ScheduleInterleaved1F1B."""
+
+
+class ScheduleInterleavedZeroBubble(_ZeroBubble, own.ScheduleInterleavedZeroBubble):
+    """Interleaved zero bubble; see pipecut.ScheduleInterleavedZeroBubble."""
+
+
+class ScheduleZBVZeroBubble(_ZeroBubble, own.ScheduleZBVZeroBubble):
+    """ZBV zero bubble; see pipecut.ScheduleZBVZeroBubble."""
+
+
+class ScheduleDualPipeV(_ZeroBubble, own.ScheduleDualPipeV):
+    """DualPipeV; see pipecut.ScheduleDualPipeV."""
+
+
+class ScheduleLoopedBFS(_BuiltIn, own.ScheduleLoopedBFS):
+    """Looped BFS; its positional arguments leave out the specs of inputs. See pipecut.ScheduleLoopedBFS."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        last = (scale_grads, backward_requires_autograd, defer_pp_recv)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, *last, **options)
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle, own.ScheduleForwardOnly):
+    """Forwards only, and no loss."""
+
+    def _check_batch(self, batch: Batch) -> None:
+        passed = {"target": batch.targets, "losses": self._losses_to_fill}
+        names = [name for name, value in passed.items() if value is not None]
+        if names:
+            raise ForwardOnlyError(
+                f"Forward-only schedule does not support loss computation, and got {' and '.join(names)}: leave out "
+                f"{' and '.join(names)}, or call eval() of another schedule, such as ScheduleGPipe, with loss_fn="
+            )
+        super()._check_batch(batch)
+
+
+_BASES: dict[str, type[UpstreamSchedule]] = {
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+}
+_CLASSES: dict[type[FamilySchedule], type[UpstreamSchedule]] = {
+    own.ScheduleGPipe: ScheduleGPipe,
+    own.Schedule1F1B: Schedule1F1B,
+    own.ScheduleInterleaved1F1B: ScheduleInterleaved1F1B,
+    own.ScheduleLoopedBFS: ScheduleLoopedBFS,
+    own.ScheduleInterleavedZeroBubble: ScheduleInterleavedZeroBubble,
+    own.ScheduleZBVZeroBubble: ScheduleZBVZeroBubble,
+    own.ScheduleDualPipeV: ScheduleDualPipeV,
+}
+
+
+def _class_of(made: type[FamilySchedule]) -> type[UpstreamSchedule]:
+    """Return the class that derives from one of pipecut, also from one that upstream does not have."""
+    if made not in _CLASSES:
+        base = PipelineScheduleSingle if issubclass(made, own.PipelineScheduleSingle) else _BuiltIn
+        _CLASSES[made] = type(made.__name__, (base, made), {"__doc__": made.__doc__, "__module__": __name__})
+    return _CLASSES[made]
+
+
+def get_schedule_class(schedule_name: str) -> type[UpstreamSchedule]:
+    """Return the class of a schedule, or one of two base classes, by its name in any case.
+
+    >>> get_schedule_class("1f1b")
+    <class 'pipecut.compat.schedules.Schedule1F1B'>
+    """
+    bases = {name.lower(): base for name, base in _BASES.items()}
+    if isinstance(schedule_name, str) and schedule_name.lower() in bases:
+        return bases[schedule_name.lower()]
+    try:
+        return _class_of(own.get_schedule_class(schedule_name))
+    except PlanError as error:
+        raise PlanError(f"{str(error).removesuffix('.')}, {', '.join(_BASES)}.") from None
+
+
+# Names that upstream's module has by its imports.
 logger = logging.getLogger(__name__)
 _split_tensor = _microbatch._split_tensor
 merge_chunks = _microbatch.merge_chunks
@@ -81,88 +265,56 @@ _ORDERS = "the order of a schedule is its pipeline_order, and pipecut.compat._sc
 _get_1f1b_rank_ops = replaced("_get_1f1b_rank_ops", _ORDERS)
 _get_warmup_ops = replaced("_get_warmup_ops", _ORDERS)
 
-_Order = Mapping[int, Iterable["PeerAction | None"]]
+_Order = Mapping[int, Iterable["UpstreamAction | None"]]
 _RankOf = Callable[[int], int]
 
 
-@dataclass
-class _PipelineContext(ABC):
-    """What a custom function gets besides the action; in a step it is pipecut's ActionContext."""
-
-    schedule_ref: PipelineSchedule
-    arg_mbs: list[tuple[Any, ...]] | None = None
-    kwarg_mbs: list[dict[str, Any]] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
-
-
-_PipelineContext.register(ActionContext)
-
-
-class ForwardOnlyError(InputError, RuntimeError):
-    """A loss was asked of a schedule that has none. It is a RuntimeError too, as with the peer."""
-
-
-class _ScheduleForwardOnly(own.ScheduleForwardOnly):
-    """Forwards only, and no loss."""
-
-    def _check_given(self, given: Given) -> None:
-        passed = {"target": given.target, "losses": given.losses}
-        names = [name for name, value in passed.items() if value is not None]
-        if names:
-            raise ForwardOnlyError(
-                f"Forward-only schedule does not support loss computation, and got {' and '.join(names)}: leave out "
-                f"{' and '.join(names)}, or call eval() of another schedule, such as ScheduleGPipe, with loss_fn="
-            )
-        super()._check_given(given)
-
-
 class _CustomFunctionProtocol(Protocol):
-    def __call__(self, action: PeerAction, ctx: _PipelineContext) -> None: ...
+    def __call__(self, action: UpstreamAction, ctx: _PipelineContext) -> None: ...
 
 
-def _add_unshard_reshard(compute_actions: Iterable[PeerAction | None], max_active_stages: int = 3) -> PeerRow:
-    return peer_passes.unshard_reshard(compute_actions, max_active_stages)
+def _add_unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
+    return passes.unshard_reshard(compute_actions, max_active_stages)
 
 
-def _add_reduce_grad(actions: Iterable[PeerAction | None], n_microbatches: int) -> PeerRow:
-    return peer_passes.reduce_grad(actions, n_microbatches)
+def _add_reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
+    return passes.reduce_grad(actions, n_microbatches)
 
 
-def _merge_bw(compute_actions: Iterable[PeerAction | None]) -> PeerRow:
-    return peer_passes.merge_bw(compute_actions)
+def _merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
+    return passes.merge_bw(compute_actions)
 
 
-def _add_send_recv(compute_actions: _Order, stage_to_rank: _RankOf, num_stages: int) -> PeerOrder:
-    return peer_passes.send_recv(compute_actions, stage_to_rank, num_stages)
+def _add_send_recv(compute_actions: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
+    return passes.send_recv(compute_actions, stage_to_rank, num_stages)
 
 
-def _defer_recv_ops(actions: _Order, stage_to_rank: _RankOf) -> PeerOrder:
-    return peer_passes.defer_recv_ops(actions, stage_to_rank)
+def _defer_recv_ops(actions: _Order, stage_to_rank: _RankOf) -> UpstreamOrder:
+    return passes.defer_recv_ops(actions, stage_to_rank)
 
 
-def _simulate_comms_compute(pipeline_order: _Order, stage_to_rank: _RankOf, num_stages: int) -> PeerOrder:
-    return peer_passes.simulate(pipeline_order, stage_to_rank, num_stages)
+def _simulate_comms_compute(pipeline_order: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
+    return passes.simulate(pipeline_order, stage_to_rank, num_stages)
 
 
 def _validate_schedule(actions: _Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    return peer_passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
+    return passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
 
 
 def _format_pipeline_order(pipeline_order: _Order, error_step_number: int | None = None) -> str:
-    return peer_passes.format_order(pipeline_order, error_step_number)
+    return passes.format_order(pipeline_order, error_step_number)
 
 
 def _requires_reduce_grad(action_type: Op) -> bool:
     return action_type in (Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
 
 
-def _get_profiler_function_name(action: PeerAction) -> str:
+def _get_profiler_function_name(action: UpstreamAction) -> str:
     return f"PP:{action}"
 
 
-def _check_torch_compile_compatibility(stages: list[PipelineStage], schedule_name: str) -> None:
-    refuse_compiled(stages, schedule_name)
+def _check_torch_compile_compatibility(stages: Sequence[PipelineStage], schedule_name: str) -> None:
+    own.refuse_compiled(stages, schedule_name)
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work | None]:

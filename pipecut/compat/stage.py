@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ..stage.stage import PipelineStage, WeightRunner, build_stage
+from ..pipe_ir import PipeInfo
 from . import _backward, _debug, _utils
-from .pipe_info import PipeInfo
-from .replaced import replaced
+from .stage_calls import UpstreamStage
+from .unsupported import replaced
 
 __all__ = ["PipelineStage", "build_stage"]
 
+_WeightRunner = Callable[[], None]
 
-class _PipelineStageBase(PipelineStage, ABC):
-    """A stage of one's own. Every PipelineStage counts as one."""
+
+class _PipelineStageBase(UpstreamStage, ABC):
+    """Base class of stages, also of a user's own."""
 
     def __init__(
         self,
@@ -29,25 +31,52 @@ class _PipelineStageBase(PipelineStage, ABC):
         num_stages: int,
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
-        dw_builder: Callable[[], WeightRunner] | None = None,
+        dw_builder: Callable[[], _WeightRunner] | None = None,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder)
 
-    @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
-        return True if cls is _PipelineStageBase and issubclass(other, PipelineStage) else NotImplemented
+    # Upstream prepares buffers in these. Ours follow from the sizes of each step, and nothing calls them.
 
     @abstractmethod
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    @abstractmethod
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class PipelineStage(_PipelineStageBase):
+    """A module as one stage of a pipeline; see pipecut.PipelineStage."""
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], _WeightRunner] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        examples = (input_args, output_args, output_grads, input_grads)
+        own = (group, dw_builder, get_mesh)
+        UpstreamStage.__init__(self, submodule, stage_index, num_stages, device, *examples, *own, **options)
+
     def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Called by nobody here: shapes follow from the sizes of each step."""
+        return ()
 
-    @abstractmethod
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        """Called by nobody here."""
+        return ()
 
-    @abstractmethod
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        """Called by nobody here."""
+        return None
 
 
 class _PipelineStage(PipelineStage):
@@ -64,13 +93,24 @@ class _PipelineStage(PipelineStage):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
 
 
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStage:
+    """Build a stage of a traced model from its module and `pipe.info()`."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
+
+
 def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
 _RecvInfo = replaced("_RecvInfo", "what a stage receives is decided by its schedule's executor")
 
-# What the peer's module has by its imports.
+# Names that upstream's module has by its imports.
 logger = logging.getLogger(__name__)
 InferenceMode = _utils.InferenceMode
 GetMeshCallback = _utils.GetMeshCallback

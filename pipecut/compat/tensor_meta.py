@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StageMetadataError
-from ..stage.dtensor import is_distributed
+from ..stage import is_distributed
 
 MeshKey: TypeAlias = tuple[Any, Any]
 Strides: TypeAlias = tuple[int, ...]

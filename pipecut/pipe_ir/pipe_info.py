@@ -8,7 +8,6 @@ from typing import Literal
 
 import sympy
 
-from .flat_output import FlatOutput
 from .spec import TensorSpec
 from .traced import TracedCall
 
@@ -68,10 +67,7 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """All that is known of a Pipe without its modules; small enough to send around.
-
-    `flat_output` says what a loss_fn and the caller of a step get of the model's output; None: all of it, as it is.
-    """
+    """All that is known of a Pipe without its modules; small enough to send around."""
 
     num_stages: int
     stages: tuple[StageInfo, ...]
@@ -79,4 +75,3 @@ class PipeInfo:
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
     call: TracedCall
-    flat_output: FlatOutput | None = None

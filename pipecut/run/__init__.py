@@ -1,10 +1,15 @@
 """The running half of schedules: one executor, over transports between ranks or inside one process."""
 
+from .custom import ActionContext as ActionContext
+from .custom import checked_op as checked_op
+from .executor import Executor as Executor
 from .handshake import differences as differences
 from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand
 from .inputs import cut_traced as cut_traced
+from .schedule import PipelineSchedule as PipelineSchedule
+from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from .schedules import PipelineScheduleSingle as PipelineScheduleSingle
 from .schedules import PlannedSchedule as PlannedSchedule
@@ -21,3 +26,5 @@ from .schedules import ScheduleZBH1 as ScheduleZBH1
 from .schedules import ScheduleZBH2 as ScheduleZBH2
 from .schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from .schedules import get_schedule_class as get_schedule_class
+from .schedules import refuse_compiled as refuse_compiled
+from .state import Batch as Batch

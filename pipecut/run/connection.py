@@ -10,10 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CompiledStageError, DisagreementError, InputError, PipeError, PipeWarning
+from ..errors import DisagreementError, InputError, PipeError, PipeWarning
 from ..schedule import Op, Plan
-from ..stage import PipelineStage, refuse_ranks_of_pipeline
-from ..stage.peer_attributes import is_initialized
+from ..stage import PipelineStage, is_initialized, refuse_ranks_of_pipeline
 from .failure import BEGIN, Alarm, describe
 from .handshake import Exchange, Handshake
 from .transport.base import Transport
@@ -48,21 +47,9 @@ def _share(
 # MERGED: Whether stages belong together, and to a plan.
 
 
-def _is_stage(value: object) -> bool:
-    """Whether a value is a stage, or says where one would be: that will do to make a schedule and look at its order."""
-    return isinstance(value, PipelineStage) or all(
-        isinstance(getattr(value, name, None), int) for name in ("num_stages", "group_size")
-    )
-
-
 def as_list(stages: Any) -> list[PipelineStage]:
-    """One stage, or several, as a list. A mock of a stage can be iterated over too, and is one."""
-    return list(stages) if isinstance(stages, Iterable) and not _is_stage(stages) else [stages]
-
-
-def is_complete(stage: object) -> bool:
-    """Whether a stage was made by PipelineStage, and not only has what an order of actions takes."""
-    return isinstance(stage, PipelineStage) and {"submod", "flights"} <= vars(stage).keys()
+    """Return one stage, or several, as a list."""
+    return list(stages) if isinstance(stages, Iterable) else [stages]
 
 
 def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
@@ -72,18 +59,12 @@ def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
     if not stages:
         raise InputError("a schedule needs the stages of this rank; got none")
     for stage in stages:
-        if not _is_stage(stage):
+        if not isinstance(stage, PipelineStage):
             raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
     totals = {stage.num_stages for stage in stages}
     if len(totals) > 1:
         raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
     return stages
-
-
-def are_nowhere_else(stages: Sequence[PipelineStage]) -> bool:
-    """Whether others are missing that no rank can hold, for there is a process group, and it has one rank only."""
-    first = stages[0]
-    return is_initialized() and first.group_size == 1 and len(stages) < first.num_stages
 
 
 def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
@@ -110,17 +91,6 @@ def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bo
             "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
             "before, with world_size= their number"
         )
-
-
-def refuse_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
-    """Refuse stages that are compiled as a whole, for a schedule that lives from weight gradients computed later."""
-    for stage in stages:
-        if type(getattr(stage, "submod", None)).__name__ == "OptimizedModule":
-            raise CompiledStageError(
-                f"{schedule} is not supported with a stage that torch.compile made one piece of: its weight gradients "
-                "come along with those of its inputs, and cannot be left for idle time. Compile the blocks inside the "
-                "stage, or use a schedule with full backwards, such as 1F1B or Interleaved1F1B"
-            )
 
 
 def _splits_backward(plan: Plan) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..schedule import Action, Dataflow, Op, Plan
 from ..stage import PipelineStage
-from ..stage.peer_surface import returned
 from .examples import check_arrived
 from .gradients import Gradients, InnerLeaves, give_to_inputs, graph_leaf
 from .last_stage import Ending
@@ -77,6 +75,19 @@ def _as_it_is(value: Any) -> Any:
 Handler = Callable[[Action], None]
 
 
+class Observer(Protocol):
+    """Follows the steps of a schedule, on each rank of this process."""
+
+    def begin(self, executor: Executor) -> None:
+        """Note that a step begins; an error raised here ends it before its first action."""
+
+    def after_backward(self, stage: int) -> None:
+        """Note that one microbatch has all of its gradients on a stage."""
+
+    def end(self, executor: Executor) -> None:
+        """Note that a step has ended, or failed; its data is dropped right after."""
+
+
 class Executor:
     """Does what a plan says for the stages of one rank, one action at a time.
 
@@ -95,7 +106,7 @@ class Executor:
         scale_gradients: bool,
         ties: TiedGradients,
         random_numbers: RandomNumbers,
-        backward_counter: Counter[int],
+        observer: Observer | None,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -108,7 +119,7 @@ class Executor:
         self.gradients = Gradients(self.mail, {stage: plan.dataflow.users[stage] for stage in stages})
         self.ending = Ending(objective, scale_gradients=scale_gradients)
         self._backwards_left: dict[int, int] = {}
-        self.backward_counter = backward_counter  # of stages, for custom functions, which count their own
+        self.observer = observer
         self.part: Action | None = None  # the part of an overlap that is running
         self.inputs: list[Any] | None = None  # what the forward that is running was called with
         actions = [action for row in plan.actions for action in row if action is not None]
@@ -139,14 +150,12 @@ class Executor:
         self.gradients.begin(batch)
         self.random_numbers.begin(batch.seed)
         self._backwards_left = dict.fromkeys(self.stages, len(batch.samples))
-        self.backward_counter.clear()
         if batch.training:
             self.ties.begin()
             for stage in self.stages.values():
                 stage.begin_step(splits_backward=self._splits_backward or self.handlers != self.usual_handlers)
-        for stage in self.stages.values():
-            stage.driver = self
-            stage.has_backward = batch.training
+        if self.observer is not None:
+            self.observer.begin(self)
 
     def clear(self) -> None:
         """Forget everything of the step."""
@@ -154,8 +163,9 @@ class Executor:
         self.ending.in_loss_fn = False
         self.inputs = None
         for stage in self.stages.values():
-            stage.clear_runtime_states()
-            stage.driver = None
+            stage.clear()
+        if self.observer is not None:
+            self.observer.end(self)
         self.batch = Batch(training=False, samples=[], sizes=[])
         self.mail.begin(self.batch)
         self.gradients.begin(self.batch)
@@ -175,7 +185,6 @@ class Executor:
             self.mail.hand_over(action.stage, target, microbatch, flight)
 
     def _full_backward(self, action: Action) -> None:
-        self.backward_counter[action.stage] += 1
         self._backward(action, weights=True)
         self._count_backward(action.stage)
 
@@ -183,12 +192,13 @@ class Executor:
         self._backward(action, weights=False)
 
     def _backward_weight(self, action: Action) -> None:
-        self.backward_counter[action.stage] += 1
         self.stages[action.stage].weight_backward(number(action))
         self._count_backward(action.stage)
 
     def _count_backward(self, stage: int) -> None:
         """After the last backward of a stage its gradients are reduced, unless the plan says when."""
+        if self.observer is not None:
+            self.observer.after_backward(stage)
         self._backwards_left[stage] -= 1
         if self._backwards_left[stage] == 0 and stage not in self._reduced_by_plan:
             self.handlers[Op.REDUCE_GRAD](Action(stage, Op.REDUCE_GRAD))
@@ -206,32 +216,6 @@ class Executor:
     def finish(self) -> None:
         """The end of the step on this rank."""
         finish_together([self])
-
-    # ------------------------------------------------------------------ one at a time, for custom functions
-
-    def forward_one(self, stage: int, microbatch: int) -> Any:
-        """Run a forward, and return what the module returned."""
-        self._forward(Action(stage, Op.FORWARD, microbatch))
-        flight = self.stages[stage].flights.get(microbatch)
-        if flight is None or self.stages[stage].is_last:
-            return self.batch.results.get(microbatch)
-        return returned(self.stages[stage], flight)
-
-    def backward_one(self, stage: int, microbatch: int, *, weights: bool) -> None:
-        """Run a backward; a custom function counts it by itself."""
-        self._backward(Action(stage, Op.FULL_BACKWARD, microbatch), weights=weights)
-        if weights:
-            self._count_backward(stage)
-
-    def weight_one(self, stage: int, microbatch: int) -> None:
-        """Run the rest of a backward; a custom function counts it by itself."""
-        self.stages[stage].weight_backward(microbatch)
-        self._count_backward(stage)
-
-    @property
-    def grad_scale_factor(self) -> int:
-        """What a custom function that was written for the peer divides by: gradients are scaled where they begin."""
-        return len(self.batch.samples) if self.ending.scale_gradients else 1
 
     def _overlap(self, action: Action) -> None:
         for self.part in action.parts:

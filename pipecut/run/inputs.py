@@ -78,7 +78,7 @@ class BatchMaker:
         for rank in self.connection.ranks:
             loss_kwargs = given.loss_kwargs or {}
             batch = Batch(given.training, shared.samples, shared.sizes, loss_kwargs=loss_kwargs)
-            batch.merge_spec, batch.losses_to_fill = given.merge_spec, given.losses
+            batch.merge_spec = given.merge_spec
             batch.keep_results, batch.weights, batch.seed = given.return_outputs, shared.weights, shared.seed
             if calls is not None and rank == self.first:
                 batch.args, batch.kwargs, batch.roots = calls.args, calls.kwargs, calls.roots
@@ -104,7 +104,6 @@ class BatchMaker:
         else:
             calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
             first = next(stage for stage in self.stages if stage.is_first)
-            first.validate_tensors("input_args", first.input_args, calls.args[0], in_part=bool(calls.kwargs[0]))
             check_given(first, calls.args[0], calls.kwargs[0], calls.made.dims)
         if kind is not None:
             if len(self._known) >= _KNOWN_CALLS:

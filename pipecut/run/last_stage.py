@@ -62,7 +62,7 @@ class Ending:
 
     def reach(self, stage: PipelineStage, microbatch: int, flight: Flight, batch: Batch) -> None:
         """The last stage has run its module."""
-        output = stage.handed_over(flight.result)
+        output = stage.select_output(flight.result)
         with torch.set_grad_enabled(batch.training):
             self.in_loss_fn = not self.objective.is_own
             target = None if batch.targets is None else batch.targets[microbatch]

@@ -75,7 +75,6 @@ def _settle(executor: Executor, *, trains: bool) -> None:
     executor.ties.finish()  # gives back the gradients that were set aside
     for stage in executor.stages.values():
         stage.flights.clear()
-        stage.has_backward = False
 
 
 # Receives posted before their turn, as long as they are small. Each wakes a thread of the sender; many wake it once.

@@ -1,8 +1,7 @@
-"""What all schedules have in common: a plan, stages, and a step that runs the one on the other."""
+"""Base class of all schedules: runs a plan on a set of stages."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,20 +13,20 @@ from ..errors import InputError, LossesError
 from ..pipe_ir import PipeInfo
 from ..schedule import Op, Plan, Timeline
 from ..stage import PipelineStage, StepSeeds
-from .connection import MEAN_LOSS, Connection, are_nowhere_else, is_complete
-from .custom import CustomFunction, checked_op, warn_of_scaled_gradients
+from .connection import MEAN_LOSS, Connection, checked
+from .custom import CustomFunction, checked_op
+from .executor import Observer
 from .failure import END
 from .inputs import BatchMaker, Given
 from .last_stage import merged
 from .loss import NUMBERS, Losses, LossWeight, Objective, mean_from, weighing_of
-from .peer_surface import PeerSurface
 from .random_numbers import checked_kind, with_states
 from .runner import OpenSteps, Runner
 from .setup import Assembly, dataflow_of, forward_part
 from .ties import declared_ties, ties_of_pipe, with_ties
 
 
-class PipelineSchedule(PeerSurface):
+class PipelineSchedule:
     """Trains and evaluates stages by a plan.
 
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
@@ -84,7 +83,7 @@ class PipelineSchedule(PeerSurface):
     def __init__(
         self,
         stages: Sequence[PipelineStage],
-        plan: Plan | None,
+        plan: Plan,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
@@ -96,15 +95,12 @@ class PipelineSchedule(PeerSurface):
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
-        n_microbatches: int = 1,
     ) -> None:
-        self.stages = list(stages)
+        self.stages = list(self._checked_stages(stages))
+        self.n_microbatches = plan.microbatches
         self.scale_grads = scale_grads
         self.check_loss = check_loss
-        are_complete = all(map(is_complete, self.stages))
-        self.info: PipeInfo | None = self.stages[0].pipe_info if are_complete else None
         self.random_numbers = checked_kind(random_numbers)
-        self.n_microbatches = n_microbatches if plan is None else plan.microbatches
         self._given_ties = ties
         self._timeout = timedelta(seconds=timeout)
         self._merge_spec = output_merge_spec
@@ -113,21 +109,21 @@ class PipelineSchedule(PeerSurface):
         self._open_steps = OpenSteps(self._objective)
         self._loss_weight = loss_weight
         self._seeds = None if random_numbers == "per_process" else StepSeeds()
-        self._begin_surface()
-        if plan is not None:
-            self._set_ranks(dict(enumerate(plan.placement.rank_of)))
-            self.plan = plan
-            self.pp_group_size = plan.ranks
-            if are_complete and not are_nowhere_else(self.stages):
-                self._use(plan)
         self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
         self._last_runner: Runner | None = None
         self._custom: dict[Op, CustomFunction] = {}
+        self._observer: Observer | None = None
         self._losses = Losses()
         self.tracing = False  # whether the times of actions are taken down
+        self._use(plan)
+
+    @staticmethod
+    def _checked_stages(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+        return checked(stages)
 
     def _use(self, plan: Plan) -> None:
         """Get ready to run a plan: the first one, or another than before."""
+        self.info: PipeInfo | None = self.stages[0].pipe_info
         for stage in self.stages:
             stage.look_at_wrappers()
         declared = declared_ties(self._given_ties, self.stages)
@@ -150,20 +146,6 @@ class PipelineSchedule(PeerSurface):
         self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
         self._runners = {}
         self._last_runner = None
-        for stage in self.stages:
-            stage.chunks = self.n_microbatches
-
-    def _use_what_was_set(self) -> None:
-        """Look whether the order of actions was set from outside."""
-        plan = self._set_plan()
-        if plan is not None or not hasattr(self, "_connection"):
-            _refuse_incomplete(self.stages)
-            if plan is None and not hasattr(self, "plan"):
-                raise InputError(
-                    f"{type(self).__name__} has no plan: set pipeline_order to the actions of every rank, or use a "
-                    "schedule that has one, such as ScheduleInterleaved1F1B, or PlannedSchedule"
-                )
-            self._use(self.plan if plan is None else plan)
 
     def step(
         self,
@@ -180,7 +162,6 @@ class PipelineSchedule(PeerSurface):
         modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
         forward-only plan it is the same as `eval`.
         """
-        self._use_what_was_set()
         return self._run(
             Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses)
         )
@@ -205,8 +186,6 @@ class PipelineSchedule(PeerSurface):
         kind = checked_op(computation_type)
         if self._runners:
             raise InputError("register custom functions before the first step")
-        if kind is Op.REDUCE_GRAD and self.scale_grads:
-            warn_of_scaled_gradients()
         self._custom[kind] = custom_function
 
     def trace(self) -> Timeline:
@@ -225,7 +204,6 @@ class PipelineSchedule(PeerSurface):
         return mean_from(shared)
 
     def _run(self, given: Given) -> Any:
-        self._use_what_was_set()
         try:
             if not self._connection.handshake.is_done:
                 self._shake_hands()
@@ -251,9 +229,6 @@ class PipelineSchedule(PeerSurface):
         if last is None:
             self._losses = Losses()
             return None
-        for stage in self.stages:
-            if stage.is_last:
-                stage.output_chunks = [last.results[nth] for nth in sorted(last.results)]
         self._losses = Losses(last.losses, last.loss_weights)
         if given.losses is not None:
             given.losses[:] = self._losses.in_order()
@@ -295,17 +270,7 @@ class PipelineSchedule(PeerSurface):
                 self.scale_grads,
                 custom=self._custom,
                 random_numbers=self.random_numbers,
-                backward_counter=self.backward_counter,
-                schedule=weakref.ref(self),
+                observer=self._observer,
             )
             self._runners[key] = parts.runner(plan)
         return self._runners[key]
-
-
-def _refuse_incomplete(stages: Sequence[PipelineStage]) -> None:
-    for stage in stages:
-        if not is_complete(stage):
-            raise InputError(
-                f"a {type(stage).__name__} has no module to run: its __init__ must call that of PipelineStage or "
-                "_PipelineStageBase, which take the submodule, stage_index, num_stages and device"
-            )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..pipe_ir import PipeInfo
 from ..schedule import Action, Dataflow, Op, Plan, add_reduce_ties
 from ..stage import Item, PipelineStage
 from .connection import Connection
 from .custom import CustomFunction, install
-from .executor import Executor
+from .executor import Executor, Observer
 from .loss import Objective
 from .parcels import LearntParcels, Parcels, TracedParcels
 from .random_numbers import KINDS
@@ -36,15 +34,14 @@ class Assembly:
     scale_grads: bool
     custom: Mapping[Op, CustomFunction]
     random_numbers: str
-    backward_counter: Counter[int]
-    schedule: Callable[[], Any]  # a weak reference
+    observer: Observer | None = None
 
     def runner(self, plan: Plan) -> Runner:
         """Lower a plan, unless it has transfers already, and make what runs it."""
         lowered = add_reduce_ties(plan if plan.has_transfers else self._lowered(plan)).validate()
         executors = self._executors(lowered)
         for executor in executors:
-            install(executor, self.custom, self.schedule)
+            install(executor, self.custom)
         if self.connection.in_process:
             return LocalRunner(executors, lowered, self.connection.office)
         return RankRunner(executors[0], lowered, self.connection.alarm)
@@ -77,7 +74,7 @@ class Assembly:
             scale_gradients=self.scale_grads,
             ties=ties,
             random_numbers=random_numbers,
-            backward_counter=self.backward_counter,
+            observer=self.observer,
         )
 
 

@@ -32,7 +32,6 @@ class Batch:
     seed: int = 0  # of the random numbers
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    losses_to_fill: list[Tensor] | None = None  # the caller's, at the end of the step
     weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
     is_open: bool = False  # whether it is still to be seen, from the model's output, if this is training
     loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it

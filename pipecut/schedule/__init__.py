@@ -52,17 +52,29 @@ __all__ = [
     "simulate",
     "transfer",
 ]
+from .action import COMPUTE as COMPUTE
 from .action import RECEIVES as RECEIVES
+from .action import SENDS as SENDS
+from .action import TRANSFERS as TRANSFERS
 from .auto.problem import problem_for as problem_for
 from .auto.timing import lower_bound as lower_bound
+from .lower import add_bubbles as add_bubbles
 from .lower import add_reduce_grad as add_reduce_grad
 from .lower import add_reduce_ties as add_reduce_ties
+from .lower import drop_bubbles as drop_bubbles
 from .lower import drop_reduce_ties as drop_reduce_ties
+from .lower.reorder import merge_row as merge_row
+from .lower.sharding import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
+from .lower.sharding import shard_row as shard_row
+from .lower.sharding import spliced as spliced
 from .lower.transfers import add_transfers as add_transfers
+from .plan import Rows as Rows
 from .plan import load_csv as load_csv
 from .plan import save_csv as save_csv
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family
 from .registry import known_name as known_name
+from .render.palette import look as look
+from .rules import GIVES as GIVES
 from .ties import tie_messages as tie_messages
 from .walk import Walk as Walk

@@ -81,33 +81,6 @@ class Action(NamedTuple):
         """Whether the action runs the stage's module, forward or backward."""
         return self.op in COMPUTE
 
-    # The same under the names that functions written for torch.distributed.pipelining know.
-
-    @property
-    def stage_index(self) -> int:
-        """The stage."""
-        return self.stage
-
-    @property
-    def computation_type(self) -> Op:
-        """The kind of action."""
-        return self.op
-
-    @property
-    def microbatch_index(self) -> int | None:
-        """The microbatch."""
-        return self.microbatch
-
-    @property
-    def sub_actions(self) -> tuple[Action, ...] | None:
-        """The parts of an overlap."""
-        return self.parts or None
-
-    @property
-    def is_compute_op(self) -> bool:
-        """Whether the action runs the stage's module."""
-        return self.is_compute
-
     @property
     def is_transfer(self) -> bool:
         """Whether the action is one end of a message between two stages."""

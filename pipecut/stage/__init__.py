@@ -1,5 +1,6 @@
 """What one stage does with values: microbatches, forward, backward."""
 
+from .backward import PendingWeights as PendingWeights
 from .backward import StageWeights as StageWeights
 from .backward import full_backward as full_backward
 from .backward import input_backward as input_backward
@@ -16,6 +17,8 @@ from .dtensor import local_part as local_part
 from .dtensor import lying_as as lying_as
 from .dtensor import placing_of as placing_of
 from .dtensor import text_of as text_of
+from .examples import check_gradients as check_gradients
+from .examples import tensors_of as tensors_of
 from .materialize import CheckpointLike as CheckpointLike
 from .materialize import InitFunction as InitFunction
 from .materialize import Values as Values
@@ -23,6 +26,8 @@ from .materialize import empty_weights as empty_weights
 from .materialize import materialize as materialize
 from .materialize import save_stage as save_stage
 from .microbatch import ChunkSpec as ChunkSpec
+from .microbatch import CustomReducer as CustomReducer
+from .microbatch import LossReducer as LossReducer
 from .microbatch import Microbatches as Microbatches
 from .microbatch import Replicate as Replicate
 from .microbatch import Rule as Rule
@@ -33,19 +38,20 @@ from .microbatch import cut_rows as cut_rows
 from .microbatch import match_specs as match_specs
 from .microbatch import merge_chunks as merge_chunks
 from .microbatch import open_value as open_value
+from .microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
 from .microbatch import split_by_dims as split_by_dims
 from .microbatch import split_by_specs as split_by_specs
-from .not_called import NOT_CALLED as NOT_CALLED
-from .overrides import refuse_overrides as refuse_overrides
+from .microbatch import split_tensor as split_tensor
+from .microbatch import sum_reducer as sum_reducer
 from .randomness import Generators as Generators
 from .randomness import RandomStream as RandomStream
 from .randomness import StepSeeds as StepSeeds
 from .randomness import random_streams as random_streams
 from .randomness import stream_of_microbatch as stream_of_microbatch
 from .randomness import stream_of_stage as stream_of_stage
-from .replaced_attributes import ReplacedAttributes as ReplacedAttributes
 from .replica import refuse_ranks_of_pipeline as refuse_ranks_of_pipeline
 from .stage import Flight as Flight
 from .stage import Item as Item
 from .stage import PipelineStage as PipelineStage
 from .stage import build_stage as build_stage
+from .stage import is_initialized as is_initialized

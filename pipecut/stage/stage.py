@@ -25,7 +25,6 @@ from .backward import (
 from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
 from .examples import Examples
 from .materialize import check_has_memory
-from .peer_surface import OneChunkCalls
 from .replica import Replica, part_types, replica_of, wrapped_parts
 
 # MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
@@ -145,7 +144,7 @@ class Flight:
     pending: PendingWeights | WeightRunner | None = field(default=None)
 
 
-class PipelineStage(OneChunkCalls):
+class PipelineStage:
     """A module as one stage of a pipeline.
 
     For modules that you cut by hand. Stages of a traced model come from `pipe.build_stage(index, device)`. The module
@@ -198,7 +197,6 @@ class PipelineStage(OneChunkCalls):
         self.weights = StageWeights(())
         self._written_inputs = _WrittenInputs(stage_index)
         self.submod.to(self.device)
-        self._begin_calls()
         self.begin_step()
 
     @property
@@ -210,6 +208,16 @@ class PipelineStage(OneChunkCalls):
     def is_last(self) -> bool:
         """Whether the model's output comes out here."""
         return self.stage_index == self.num_stages - 1
+
+    @property
+    def group_rank(self) -> int:
+        """The rank of this process in the group; 0 without torch.distributed."""
+        return dist.get_rank(self.group) if is_initialized() else 0
+
+    @property
+    def group_size(self) -> int:
+        """The number of ranks in the group; 1 without torch.distributed."""
+        return dist.get_world_size(self.group) if is_initialized() else 1
 
     def look_at_wrappers(self) -> None:
         """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
@@ -242,19 +250,16 @@ class PipelineStage(OneChunkCalls):
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch, whose tensors are cut off from the stages before."""
         inputs = list(args)
-        self.validate_tensors("input_args", self.input_args, inputs, in_part=bool(kwargs))
         with torch.set_grad_enabled(training), self.replica.forward():
             result = self._written_inputs.call(self.submod, inputs, kwargs)
-        self.validate_tensors("output_args", self.output_args, result)
         flight = Flight(inputs, [] if self.is_last else self._outputs_of(result), result if self.is_last else None)
         if training:
             self.flights[microbatch] = flight
         return flight
 
-    def handed_over(self, result: Any) -> Any:
-        """What a loss_fn, and whoever called a step, get of a result of the model."""
-        flat = None if self.pipe_info is None else self.pipe_info.flat_output
-        return result if flat is None else flat.select(result)
+    def select_output(self, result: Any) -> Any:
+        """Return what loss_fn and the caller of a step get of the module's result: all of it, unless overridden."""
+        return result
 
     def _outputs_of(self, result: Any) -> list[Any]:
         if self.ports is not None:
@@ -332,10 +337,9 @@ class PipelineStage(OneChunkCalls):
         """The mesh of this rank on which a DTensor from another stage lies."""
         return self.meshes.find(key, self.submod)
 
-    def clear_runtime_states(self) -> None:
+    def clear(self) -> None:
         """Forget every microbatch in flight."""
         self.flights.clear()
-        self.output_chunks = []
 
 
 def build_stage(
@@ -347,6 +351,11 @@ def build_stage(
 ) -> PipelineStage:
     """A stage of a traced model, from its module and what is known of the pipe."""
     return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
+
+
+def is_initialized() -> bool:
+    """Return True if torch.distributed has been set up in this process."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:

@@ -63,16 +63,16 @@ class Run:
     updated: tuple[str, ...] = ()
 
 
-def run_uncut(model: nn.Module, task: Task, handed_over: Callable[[Any], Any]) -> Run:
+def run_uncut(model: nn.Module, task: Task, select_output: Callable[[Any], Any]) -> Run:
     """One step of a copy of the model that shares its tensors. The copy takes what the forward does to attributes.
 
-    `handed_over` is what the stages hand over of the result of the model.
+    `select_output` returns the part of the model's result that the stages hand over.
     """
     copy = clone(model)
     before = _buffers_of(copy)
     args, kwargs = task.call
     with torch.set_grad_enabled(task.loss_fn is not None):
-        output = handed_over(copy(*args, **kwargs))
+        output = select_output(copy(*args, **kwargs))
         loss = None if task.loss_fn is None else _loss(task, output)
     if loss is not None and loss.requires_grad:
         torch.autograd.backward([loss])

@@ -15,7 +15,7 @@ from ..pipe import Pipe
 from ..pipe_ir import flatten
 from ..run import cut_by_hand, cut_traced
 from ..schedule import FAMILIES, Plan, known_name, plan_for
-from ..stage import PipelineStage, build_stage, is_distributed
+from ..stage import PipelineStage, is_distributed
 
 Stages = Pipe | PipelineStage | Sequence[PipelineStage]
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -118,8 +118,7 @@ def _plan(
 
 
 def _built(pipe: Pipe, index: int, call: Call) -> PipelineStage:
-    module = pipe.get_stage_module(index)
-    return build_stage(module, index, pipe.info(), _device_of(module, call))
+    return pipe.build_stage(index, _device_of(pipe.get_stage_module(index), call))
 
 
 def _device_of(module: nn.Module, call: Call) -> torch.device:

@@ -143,7 +143,7 @@ def verify(
     kept = Kept([model, *(stage.submod for stage in subject.stages)])
     try:
         kept.begin()
-        uncut = run_uncut(model, task.fresh(), subject.stages[0].handed_over)
+        uncut = run_uncut(model, task.fresh(), subject.stages[0].select_output)
         is_random = kept.drew_random_numbers()
         kept.begin()
         cut = run_cut(subject, task.fresh(), schedule_options, match_buffers(subject.stages, model))

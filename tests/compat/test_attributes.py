@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipecut import PipeError, PipeWarning
 from pipecut.compat import PipelineStage, SplitPoint, pipeline, schedules
+from pipecut.compat.unsupported import ReplacedAttributeError
 from pipecut.errors import InputError
-from pipecut.stage.replaced_attributes import ReplacedAttributeError
 
 
 def stages(count: int = 4) -> list[PipelineStage]:

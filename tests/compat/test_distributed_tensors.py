@@ -193,3 +193,25 @@ def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(
 ) -> None:
     """Plain tensors go from stage to stage, or DTensors."""
     assert sorted(four_ranks.run(train, name, local)) == [0, 0, 4, 4]
+
+
+class Replicated(nn.Module):
+    """Returns DTensors that are replicated."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.layer, self.mesh = nn.Linear(4, 4), mesh
+
+    def forward(self, x: Tensor) -> DTensor:
+        return DTensor.from_local(self.layer(x), self.mesh, [Replicate()])
+
+
+def test_placements_count_under_runtime_validation(mesh: DeviceMesh) -> None:
+    x = torch.ones(4, 4)
+    example = distribute_tensor(x[:2], mesh, [Shard(1)])
+    stage = PipelineStage(Replicated(mesh), 0, 1, "cpu", output_args=example)
+    stage._runtime_validate = True
+    schedule = schedules.Schedule1F1B(stage, 2, loss_fn=lambda output, target: output.full_tensor().sum())
+    text = r"output_args float32\[2, 4\] as \(S\(1\)\) .*, and has .* as \(R\)"
+    with pytest.raises(_utils.PipeliningMetadataError, match=text):
+        schedule.step(x, target=x)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import pipecut
-from pipecut import PipelineStage, ScheduleGPipe, compat, verify
-from pipecut.compat import SplitPoint
+from pipecut import compat, verify
+from pipecut.compat import PipelineStage, ScheduleGPipe, SplitPoint
 from pipecut.errors import PipeError
 
 Pair = collections.namedtuple("Pair", ["first", "second"])  # noqa: PYI024 (as models return them)

@@ -59,7 +59,7 @@ def test_new_processes_get_it_too_and_not_after(environment: None, tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.hidden_one_ran = True")
     os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     install()
-    assert run("-c", f"import sys; assert sys.hidden_one_ran; {WHOSE}") == "pipecut.run.schedules"
+    assert run("-c", f"import sys; assert sys.hidden_one_ran; {WHOSE}") == "pipecut.compat.schedules"
     assert run("-c", "import sys; print('torch' in sys.modules)") == "False"
     uninstall()
     assert run("-c", WHOSE) == "torch.distributed.pipelining.schedules"
@@ -68,7 +68,7 @@ def test_new_processes_get_it_too_and_not_after(environment: None, tmp_path: Pat
 def test_scripts_and_modules_run_that_way(environment: None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys; {WHOSE}; print(__name__, sys.argv[1:])")
-    wanted = "pipecut.run.schedules\n__main__ ['a', '--b']"
+    wanted = "pipecut.compat.schedules\n__main__ ['a', '--b']"
     assert run("-m", "pipecut.compat", str(script), "a", "--b") == wanted
     os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     assert run("-m", "pipecut.compat", "-m", "script", "a", "--b") == wanted
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_path: Path, method: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SPAWNS)
-    assert run(str(script), method, str(tmp_path / "store")) == "pipecut.run.schedules 2"
+    assert run(str(script), method, str(tmp_path / "store")) == "pipecut.compat.schedules 2"
 
 
 @pytest.mark.peer

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut import InputError, PipelineStage
-from pipecut.compat import schedules
+from pipecut import InputError
+from pipecut.compat import PipelineStage, schedules
 from pipecut.compat.stage import _PipelineStageBase
-from pipecut.run.not_called import NOT_CALLED, NOT_CALLED_WITH_A_NAME
-from pipecut.stage.not_called import NOT_CALLED as STAGE_NOT_CALLED
+from pipecut.compat.unsupported import ORDER_NOT_CALLED, SCHEDULE_NOT_CALLED, STAGE_NOT_CALLED
 from tests.compat.test_subclassing import Mock, Own, assert_as_uncut, batch, gradients_of, layers
 
 
@@ -36,7 +35,7 @@ def test_a_stages_method_that_nothing_calls_is_refused(name: str, instead: str) 
     assert str(caught.value) == told(name, instead)
 
 
-@pytest.mark.parametrize(("name", "instead"), NOT_CALLED.items())
+@pytest.mark.parametrize(("name", "instead"), SCHEDULE_NOT_CALLED.items())
 @pytest.mark.parametrize("base", [schedules.ScheduleGPipe, schedules._PipelineScheduleRuntime])
 def test_a_schedules_method_that_nothing_calls_is_refused(base: type, name: str, instead: str) -> None:
     with pytest.raises(InputError) as caught:
@@ -44,7 +43,7 @@ def test_a_schedules_method_that_nothing_calls_is_refused(base: type, name: str,
     assert str(caught.value) == told(name, instead)
 
 
-@pytest.mark.parametrize(("name", "instead"), NOT_CALLED_WITH_A_NAME.items())
+@pytest.mark.parametrize(("name", "instead"), ORDER_NOT_CALLED.items())
 def test_what_makes_the_order_of_a_named_schedule_is_refused(name: str, instead: str) -> None:
     stages = [PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")]
     with pytest.raises(InputError) as caught:
@@ -67,8 +66,8 @@ def test_the_remedies_of_stages(made: str, remedy: str) -> None:
 
 
 def test_the_remedies_of_schedules() -> None:
-    assert NOT_CALLED["_compute_loss"].startswith("make the schedule with loss_fn=")
-    assert NOT_CALLED["_split_inputs"].endswith("args_chunk_spec= and kwargs_chunk_spec= say how to cut")
+    assert SCHEDULE_NOT_CALLED["_compute_loss"].startswith("make the schedule with loss_fn=")
+    assert SCHEDULE_NOT_CALLED["_split_inputs"].endswith("args_chunk_spec= and kwargs_chunk_spec= say how to cut")
 
 
 def test_a_method_that_was_put_on_the_stage_is_refused_too() -> None:

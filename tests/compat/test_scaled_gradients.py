@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from pipecut import PipelineStage
-from pipecut.compat import schedules
+from pipecut.compat import PipelineStage, schedules
 from pipecut.errors import PipeWarning, StepError
 from tests.compat.test_subclassing import assert_as_uncut, batch, gradients_of, layers
 from tests.compat.user_schedules import rows

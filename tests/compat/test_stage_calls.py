@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipecut import PipelineStage, ScheduleGPipe
-from pipecut.compat import _IR, _utils
+from pipecut.compat import _IR, PipelineStage, ScheduleGPipe, _utils
 from pipecut.compat._backward import stage_backward, stage_backward_input, stage_backward_weight
 from pipecut.compat.stage import _normalize_model_output_as_tuple, _PipelineStage
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import InputError, PipelineStage
-from pipecut.compat import schedules
+from pipecut import InputError
+from pipecut.compat import PipelineStage, schedules
 from pipecut.compat.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, _wait_batch_p2p
 from pipecut.compat.stage import _PipelineStageBase
 from tests.compat import user_schedules
@@ -314,10 +314,18 @@ def test_a_custom_function_may_wait_for_what_arrives(two_ranks: Ranks) -> None:
     assert none == []
 
 
-def test_an_action_given_to_a_custom_function_has_the_peers_names() -> None:
-    from pipecut.schedule.peer_action import from_peer
+def test_a_custom_function_gets_an_action_of_upstream() -> None:
+    stages = [PipelineStage(layer, index, 2, "cpu") for index, layer in enumerate(layers(2))]
+    schedule = schedules.ScheduleGPipe(stages, 2)
+    seen: list[Any] = []
 
-    action = from_peer(_Action.from_str("1F3"))  # type: ignore[arg-type]
-    assert (action.stage_index, action.computation_type, action.microbatch_index) == (1, schedules.F, 3)
-    assert action.sub_actions is None
-    assert action.is_compute_op
+    def forward(action: Any, context: Any) -> None:
+        seen.append(action)
+        context.run(action)
+
+    schedule.register_custom_function(schedules.FORWARD, forward)
+    schedule.eval(batch()[0])
+    assert sorted(seen) == [_Action.from_str(text) for text in ("0F0", "0F1", "1F0", "1F1")]
+    assert (seen[0].stage_index, seen[0].computation_type, seen[0].microbatch_index) == (0, schedules.F, 0)
+    assert seen[0].sub_actions is None
+    assert seen[0].is_compute_op

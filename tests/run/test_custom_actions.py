@@ -45,7 +45,7 @@ def test_overlaps_may_be_done_in_a_way_of_ones_own(op: Op | str) -> None:
         for part in reversed(action.parts):
             context.run(part)
         done.append(action)
-        assert len(context.target_mbs if context.target_mbs is not None else context.arg_mbs) in (0, 8)
+        assert len(context.targets if context.targets is not None else context.args) in (0, 8)
 
     model = layers(4)
     schedule = ScheduleDualPipeV(stages_of(model), 8, nn.functional.mse_loss, ranks=2)

@@ -236,14 +236,6 @@ def test_what_step_gets_is_compared_with_its_placements(mesh: DeviceMesh) -> Non
         schedule.step(X, target=Y)
 
 
-def test_placements_count_under_runtime_validation(mesh: DeviceMesh) -> None:
-    example = distribute_tensor(X[:2], mesh, [Shard(1)])
-    stage = PipelineStage(Returns(placed(mesh, Replicate())), 0, 1, "cpu", output_args=example)
-    stage._runtime_validate = True
-    with pytest.raises(StageMetadataError, match=r"output_args float32\[2, 4\] as \(S\(1\)\) .*, and has .* as \(R\)"):
-        scheduled(stage).step(X, target=Y)
-
-
 # ---------------------------------------------------------------------- what cannot go
 
 
@@ -284,11 +276,10 @@ def test_a_gradient_that_a_hook_makes_plain(mesh: DeviceMesh) -> None:
 
 def test_a_plain_gradient_is_given_for_a_dtensor(mesh: DeviceMesh) -> None:
     stage = PipelineStage(Returns(placed(mesh, Replicate())), 0, 2, "cpu")
-    stage.forward_one_chunk(0, (X,))
-    stage.set_local_bwd_input((Y,), 0)
+    stage.forward(0, [X], {}, training=True)
     text = r"output 0 that requires a gradient is float32\[4, 4\] as \(R\) .*, and its gradient is float32\[4, 4\]: "
     with pytest.raises(InputError, match=text):
-        stage.backward_one_chunk(0)
+        stage.backward(0, [Y], weights=True)
 
 
 def test_a_gradient_on_another_mesh_is_refused(mesh: DeviceMesh) -> None:

@@ -1,46 +1,65 @@
-"""The lowering passes as torch.distributed.pipelining calls them: on lists and dicts of its actions."""
+"""The lowering passes of torch.distributed.pipelining, on lists and dicts of its actions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import PlanError
-from .action import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Op
-from .lower import add_transfers
-from .lower.reorder import merge_row
-from .lower.sharding import GIVES_WEIGHT_GRADIENT, shard_row, spliced
-from .peer_action import PeerAction, PeerOrder, PeerRow, order_as_peer, order_from_peer, row_as_peer, row_from_peer
-from .placement import Placement
-from .plan import Plan
-from .rules import GIVES, Dataflow, dependencies
-from .validate import find_faults
+from ..schedule import (
+    COMPUTE,
+    GIVES,
+    GIVES_WEIGHT_GRADIENT,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Dataflow,
+    Op,
+    Placement,
+    Plan,
+    add_transfers,
+    dependencies,
+    find_faults,
+    merge_row,
+    shard_row,
+    spliced,
+)
+from .actions import (
+    UpstreamAction,
+    UpstreamOrder,
+    UpstreamRow,
+    order_from_upstream,
+    order_to_upstream,
+    row_from_upstream,
+    row_to_upstream,
+)
 
 RankOf = Callable[[int], int]
-Order = Mapping[int, Iterable["PeerAction | None"]]
+Order = Mapping[int, Iterable["UpstreamAction | None"]]
 
 
 class ScheduleFaultError(PlanError, AssertionError):
-    """A schedule is not complete or not in order. It is an AssertionError too, which code for the peer expects."""
+    """A schedule is not complete or not in order. Also an AssertionError, as with upstream."""
 
 
 class StuckScheduleError(PlanError):
     """A schedule with messages comes to a point from which no rank can go on."""
 
 
-def unshard_reshard(compute_actions: Iterable[PeerAction | None], max_active_stages: int = 3) -> PeerRow:
+def unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
     """One rank's actions with UNSHARD and RESHARD.
 
-    >>> unshard_reshard([PeerAction(0, Op.FORWARD, 0)])
+    >>> unshard_reshard([UpstreamAction(0, Op.FORWARD, 0)])
     [0UNSHARD, 0F0, 0RESHARD]
     """
-    row = row_from_peer(compute_actions)
+    row = row_from_upstream(compute_actions)
     stages = sorted({leaf.stage for action in row if action is not None for leaf in action.leaves})
-    return row_as_peer(shard_row(row, max_active_stages, stages))
+    return row_to_upstream(shard_row(row, max_active_stages, stages))
 
 
-def reduce_grad(actions: Iterable[PeerAction | None], n_microbatches: int) -> PeerRow:
+def reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
     """One rank's actions with REDUCE_GRAD right after the last weight gradient of each stage."""
-    row = [action for action in row_from_peer(actions) if action is not None]
+    row = [action for action in row_from_upstream(actions) if action is not None]
     seen: dict[int, int] = {}
     after: dict[int, list[Action]] = {}
     for step, action in enumerate(row):
@@ -49,17 +68,17 @@ def reduce_grad(actions: Iterable[PeerAction | None], n_microbatches: int) -> Pe
                 seen[leaf.stage] = seen.get(leaf.stage, 0) + 1
                 if seen[leaf.stage] == n_microbatches:
                     after.setdefault(step + 1, []).append(Action(leaf.stage, Op.REDUCE_GRAD))
-    return row_as_peer(spliced(row, after))
+    return row_to_upstream(spliced(row, after))
 
 
-def merge_bw(compute_actions: Iterable[PeerAction | None]) -> PeerRow:
+def merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
     """One rank's actions, adjacent I and W of one stage and microbatch as B."""
-    return row_as_peer(merge_row(row_from_peer(compute_actions)))
+    return row_to_upstream(merge_row(row_from_upstream(compute_actions)))
 
 
 def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: int | None = None) -> Plan:
     """A plan of all ranks' actions, with what is missing in it left for a validation."""
-    rows = order_from_peer(order)
+    rows = order_from_upstream(order)
     leaves = [leaf for row in rows.values() for action in row if action is not None for leaf in action.leaves]
     numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
     return Plan.from_actions(
@@ -70,19 +89,19 @@ def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: 
     )
 
 
-def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
+def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
     """All ranks' actions with a SEND and a RECV for what goes from rank to rank; what was passed stays as it is."""
     try:
         plan = plan_of(compute_actions, stage_to_rank, num_stages)
-        return order_as_peer(add_transfers(plan, complete=False).actions)
+        return order_to_upstream(add_transfers(plan, complete=False).actions)
     except PlanError as error:
         raise ScheduleFaultError(str(error), error.faults) from None
 
 
-def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> PeerOrder:
+def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> UpstreamOrder:
     """Every RECV as late as it may be: before what uses it, and, from a higher rank, before the next SEND to it."""
     deferred = {}
-    for rank, row in order_from_peer(actions).items():
+    for rank, row in order_from_upstream(actions).items():
         late: list[Action | None] = []
         waiting: list[Action] = []
         for action in row:
@@ -92,7 +111,7 @@ def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> PeerOrder:
             due = [] if action is None else _due(action, waiting, rank, stage_to_rank)
             late += [*due, action]
             waiting = [receive for receive in waiting if receive not in due]
-        deferred[rank] = row_as_peer([*late, *waiting])
+        deferred[rank] = row_to_upstream([*late, *waiting])
     return deferred
 
 
@@ -107,7 +126,7 @@ def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf
     return [each for each in waiting if (each.op, each.stage, each.microbatch) in uses]
 
 
-def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
+def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
     """All ranks' actions with a None for every step in which a rank waits. A send is buffered, and arrives at once."""
     plan = plan_of(order, stage_to_rank, num_stages)
     unknown = sorted({str(op) for op in plan.ops - COMPUTE - TRANSFERS})
@@ -126,7 +145,7 @@ def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> PeerOrder:
                 rows[rank].append(row.pop(0) if rank in ready else None)
         for rank in ready:
             done |= _given_by(rows[rank][-1])
-    return {rank: row_as_peer(row) for rank, row in enumerate(rows)}
+    return {rank: row_to_upstream(row) for rank, row in enumerate(rows)}
 
 
 def _ready(plan: Plan, turn: list[Action | None], done: set[Action]) -> set[int]:
@@ -158,7 +177,7 @@ def validate_schedule(
         )
     rows = {
         rank: [action for action in row if action is None or action.is_compute]
-        for rank, row in order_from_peer(actions).items()
+        for rank, row in order_from_upstream(actions).items()
     }
     try:
         plan = Plan.from_actions(rows, microbatches=num_microbatches, training=training)
@@ -176,7 +195,8 @@ def validate_schedule(
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
     """A table with a line for each step and a column for each rank.
 
-    >>> print(format_order({0: [PeerAction(0, Op.FORWARD, 0)], 1: [None, PeerAction(1, Op.FORWARD, 0)]}), end="")
+    >>> rows = {0: [UpstreamAction(0, Op.FORWARD, 0)], 1: [None, UpstreamAction(1, Op.FORWARD, 0)]}
+    >>> print(format_order(rows), end="")
             Rank 0 Rank 1
     Step 0: 0F0
     Step 1:        1F0
