@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..errors import PipeError, StageMetadataError
 from ..pipe_ir import flatten
-from ..stage import OnMesh, placing_of, text_of
+from ..stage import MeshLayout, describe_tensor, placement_of
 
 _LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda tensor: tensor.shape,
     "dtype": lambda tensor: tensor.dtype,
-    "placement": lambda tensor: placing_of(OnMesh.of(tensor)),
+    "placement": lambda tensor: placement_of(MeshLayout.of(tensor)),
 }
 
 
@@ -109,7 +109,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(map(text_of, tensors))
+    return ", ".join(map(describe_tensor, tensors))
 
 
 def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError, StageMetadataError
 from ..pipe_ir import flatten
-from ..stage import PipelineStage, open_value, placing_of
+from ..stage import PipelineStage, open_value, placement_of
 from ..text import listed
 from .state import parameters_of
 from .transport.base import Meta
@@ -75,7 +75,7 @@ def _tensors(value: Any, dims: _Dims) -> list[tuple[Meta, int | None]]:
 
 def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
     """What has to be the same: the dtype and all sizes but the number of samples; how a DTensor lies on its mesh."""
-    shape, placing = meta.whole_shape, placing_of(meta.on_mesh)
+    shape, placing = meta.whole_shape, placement_of(meta.on_mesh)
     if dim is None:
         return shape, meta.dtype, placing
     return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PipeError
 from ..pipe_ir import map_leaves
-from ..stage import Flight, OnMesh, PipelineStage, in_order, lying_as, text_of
+from ..stage import Flight, MeshLayout, PipelineStage, describe_tensor, place_like, ready_to_send
 from .mail import Mail
 from .state import Batch
 
@@ -166,11 +166,11 @@ def _gradient(value: Tensor, grad: Tensor | None, stage: int, source: int) -> Te
     """What is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
     if grad is None:
         return torch.zeros_like(value, memory_format=torch.contiguous_format)
-    lies, came = OnMesh.of(value), OnMesh.of(grad)
+    lies, came = MeshLayout.of(value), MeshLayout.of(grad)
     if (lies and lies.mesh) != (came and came.mesh):
         raise PipeError(
-            f"the gradient that stage {stage} gives back for a value of stage {source} is {text_of(grad)}, and the "
-            f"value is {text_of(value)}: the gradient of a DTensor is one on the same mesh, and that of a plain tensor "
-            "is plain; look for a hook, or a backward, that converts it"
+            f"the gradient that stage {stage} gives back for a value of stage {source} is {describe_tensor(grad)}, and "
+            f"the value is {describe_tensor(value)}: the gradient of a DTensor is one on the same mesh, and that of a "
+            "plain tensor is plain; look for a hook, or a backward, that converts it"
         )
-    return in_order(grad if lies is None else lying_as(lies.of_gradient, grad))
+    return ready_to_send(grad if lies is None else place_like(lies.of_gradient, grad))

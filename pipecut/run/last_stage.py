@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..pipe_ir import flatten, map_leaves, unflatten
-from ..stage import Flight, PipelineStage, check_merge_spec, gathered, merge_chunks
+from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
 from .loss import Losses, Objective
 from .state import Batch
 
@@ -91,7 +91,7 @@ class Ending:
                 "torch.no_grad()"
             )
         # A copy: a reduced loss may lie in a storage as large as the output.
-        batch.losses[microbatch] = gathered(loss.detach()).clone()
+        batch.losses[microbatch] = full_tensor(loss.detach()).clone()
         # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
         has_weight = batch.loss_weights[microbatch] > 0 or not self.scale_gradients
         flight.loss = loss if has_weight else batch.losses[microbatch]

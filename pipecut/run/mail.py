@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import PipeError
 from ..schedule import Action, Op, Plan
-from ..stage import Flight, OnMesh, PipelineStage, in_order, local_part, placing_of
+from ..stage import Flight, MeshLayout, PipelineStage, local_part, placement_of, ready_to_send
 from .parcels import Ends, Kind, Parcels, WholeTensors, joints_of
 from .random_numbers import RandomNumbers
 from .state import Batch
@@ -100,10 +100,10 @@ class Mail:
     def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
         ports = self.stages[source].ports
         if ports is None:
-            return [in_order(output) for output in flight.outputs]
+            return [ready_to_send(output) for output in flight.outputs]
         roots = self.batch.roots[microbatch] if source == 0 else {}
         return [
-            in_order(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
+            ready_to_send(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
             for item in ports.outgoing.get(target, ())
         ]
 
@@ -112,7 +112,7 @@ class Mail:
         for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
             asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
             alike = tuple(tensor.shape) == meta.whole_shape and tensor.dtype == meta.dtype
-            if alike and asked_for and placing_of(OnMesh.of(tensor)) == placing_of(meta.on_mesh):
+            if alike and asked_for and placement_of(MeshLayout.of(tensor)) == placement_of(meta.on_mesh):
                 continue
             name, got = self.parcels.names(ends)[place], Meta.of(tensor)
             source, target = ends

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import PipeError
 from ..pipe_ir import PipeInfo, TensorSpec, ambient_autocast
-from ..stage import Item, OnMesh, PipelineStage, placing_of
+from ..stage import Item, MeshLayout, PipelineStage, placement_of
 from .transport.base import Arrival, Meta, Transport
 
 # MERGED: What is in a parcel, told to its receiver as numbers that go before it.
@@ -76,15 +76,15 @@ def _read(numbers: list[int]) -> tuple[Meta, ...]:
     return tuple(metas)
 
 
-def _as_words(on_mesh: OnMesh) -> list[int]:
+def _as_words(on_mesh: MeshLayout) -> list[int]:
     """As torch sends objects: placements, of which users may have their own kinds, know best how to be written."""
     data = pickle.dumps(on_mesh)
     data += bytes(-len(data) % _WORD)  # a pickle knows where it ends
     return list(struct.unpack(f"{len(data) // _WORD}q", data))
 
 
-def _from_words(words: list[int]) -> OnMesh:
-    found: OnMesh = pickle.loads(struct.pack(f"{len(words)}q", *words))
+def _from_words(words: list[int]) -> MeshLayout:
+    found: MeshLayout = pickle.loads(struct.pack(f"{len(words)}q", *words))
     return found
 
 
@@ -166,7 +166,7 @@ class LearntParcels:
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
         """What to do about a value that is not as it was in the first microbatch of its kind."""
-        if placing_of(got.on_mesh) != placing_of(expected.on_mesh):
+        if placement_of(got.on_mesh) != placement_of(expected.on_mesh):
             return (
                 f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
                 "there, and return either DTensors or plain tensors"
@@ -203,7 +203,7 @@ Parcels = TracedParcels | LearntParcels
 # MERGED: Parcels with DTensors: their local parts are received, and the whole is made of them when they are here.
 
 
-_Joint = tuple[int, OnMesh, Any]  # the place in a parcel, how the DTensor lies there, its mesh
+_Joint = tuple[int, MeshLayout, Any]  # the place in a parcel, how the DTensor lies there, its mesh
 
 
 def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[_Joint]:

@@ -1,4 +1,4 @@
-"""How a DTensor lies on its mesh, as a value that can be sent; its local part, and the whole made of that again."""
+"""DTensors between stages: a layout that can be sent, the local part, and the DTensor made of both again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_distributed(value: Any) -> TypeIs[DTensor]:
 
 
 class MeshKey(NamedTuple):
-    """What tells a mesh from the others of a rank; the same on all stages, whose meshes are of other ranks."""
+    """Key of a mesh among those of a rank; the same on all stages, whose meshes are of other ranks."""
 
     dim_names: tuple[str, ...]
     layout: Any  # torch's own description: sizes, and the distances between ranks
@@ -36,7 +36,7 @@ class MeshKey(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshKey:
-        """The key of a mesh."""
+        """Return the key of a mesh."""
         sizes = tuple(mesh.shape)
         return cls(tuple(mesh.mesh_dim_names or ()), getattr(mesh, "_layout", sizes), sizes)
 
@@ -46,8 +46,8 @@ class MeshKey(NamedTuple):
         return f"mesh ({', '.join(f'{name}={size}' if name else str(size) for name, size in pairs)})"
 
 
-class OnMesh(NamedTuple):
-    """What makes a DTensor of a local tensor: the shape and strides of the whole, and how it lies on which mesh."""
+class MeshLayout(NamedTuple):
+    """Layout of a DTensor: the shape and strides of the whole, its placements, and the key of its mesh."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -55,16 +55,16 @@ class OnMesh(NamedTuple):
     mesh: MeshKey
 
     @classmethod
-    def of(cls, tensor: Tensor) -> OnMesh | None:
-        """That of a tensor at hand; None for one that is plain."""
-        if not is_distributed(tensor):
+    def of(cls, tensor: Tensor) -> MeshLayout | None:
+        """Return the layout of a tensor; None for a plain one."""
+        if type(tensor) is Tensor or not is_distributed(tensor):
             return None
         key = MeshKey.of(tensor.device_mesh)
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tuple(tensor.placements), key)
 
     @property
-    def of_gradient(self) -> OnMesh:
-        """How its gradient goes from stage to stage: like the value; what is a sum for the value is whole.
+    def of_gradient(self) -> MeshLayout:
+        """The layout in which the gradient is sent: that of the value, with partial sums replicated.
 
         These are the placements that torch promises for the gradient of `DTensor.from_local`.
         """
@@ -74,7 +74,7 @@ class OnMesh(NamedTuple):
         return self._replace(placements=tuple(placements))
 
     def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The DTensor of which this rank has a local part."""
+        """Return the DTensor of which this rank has a local part."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -86,91 +86,90 @@ class OnMesh(NamedTuple):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor, without its graph; a plain tensor as it is."""
-    if not is_distributed(tensor):
+    """Return the local part of a DTensor, without its graph; a plain tensor as it is."""
+    if type(tensor) is Tensor or not is_distributed(tensor):
         return tensor
     detached: Any = tensor.detach()  # which waits for a collective that is still under way
     local: Tensor = detached.to_local()
     return local
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """All of a DTensor as a plain tensor; a plain one as it is."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor into a plain tensor; return a plain one as it is."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def lying_as(on_mesh: OnMesh, tensor: Any) -> Tensor:
-    """The same values of a DTensor, placed on its mesh like another one."""
+def place_like(on_mesh: MeshLayout, tensor: Any) -> Tensor:
+    """Redistribute a DTensor on its mesh to the placements of a layout."""
     alike = tuple(tensor.placements) == on_mesh.placements
     placed: Tensor = tensor if alike else tensor.redistribute(placements=on_mesh.placements)
     return placed
 
 
-def in_order(tensor: Tensor) -> Tensor:
-    """The tensor as it can be sent: in order, and with nothing left to be done when it is read."""
-    if is_distributed(tensor):
+def ready_to_send(tensor: Tensor) -> Tensor:
+    """Return a tensor in a form that can be sent: contiguous, with conjugation and negation carried out."""
+    if type(tensor) is not Tensor and is_distributed(tensor):
         # Not contiguous() of the DTensor itself, which would sum up one that is Partial.
         local = local_part(tensor)
-        ready = in_order(local)
+        ready = ready_to_send(local)
         if ready is local:
             return tensor
         stride = torch.empty(tensor.shape, device="meta").stride()
-        placed = OnMesh(tuple(tensor.shape), tuple(stride), tuple(tensor.placements), MeshKey.of(tensor.device_mesh))
+        placed = MeshLayout(
+            tuple(tensor.shape), tuple(stride), tuple(tensor.placements), MeshKey.of(tensor.device_mesh)
+        )
         return placed.whole(ready, tensor.device_mesh).requires_grad_(tensor.requires_grad)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
 
 
-def placing_of(on_mesh: OnMesh | None) -> tuple[Any, ...] | None:
-    """How and where a DTensor lies, its sizes aside; None for a plain tensor."""
+def placement_of(on_mesh: MeshLayout | None) -> tuple[Any, ...] | None:
+    """Return the placements and the mesh of a layout, without its sizes; None for a plain tensor."""
     return None if on_mesh is None else (on_mesh.placements, on_mesh.mesh)
 
 
-def text_of(tensor: Tensor) -> str:
-    """A tensor in few words.
+def describe_tensor(tensor: Tensor) -> str:
+    """Describe a tensor by dtype, shape and layout.
 
-    >>> text_of(torch.ones(2, 3))
+    >>> describe_tensor(torch.ones(2, 3))
     'float32[2, 3]'
     """
-    return described(tuple(tensor.shape), tensor.dtype, OnMesh.of(tensor))
+    return describe(tuple(tensor.shape), tensor.dtype, MeshLayout.of(tensor))
 
 
-def described(shape: tuple[int, ...], dtype: torch.dtype, on_mesh: OnMesh | None) -> str:
-    """The same of what is known of one."""
+def describe(shape: tuple[int, ...], dtype: torch.dtype, on_mesh: MeshLayout | None) -> str:
+    """Describe a tensor of which these are known."""
     plain = f"{dtype_name(dtype)}{shape_text(shape)}"
     return plain if on_mesh is None else f"{plain} as {on_mesh}"
 
 
-# MERGED: The meshes that a stage knows: DTensors that come from other stages are put on them.
-
-
-_GetMesh = Callable[..., Any]
-
-
 class Meshes:
-    """Those of the tensors that the stage was seen with, of its module's state, and what `get_mesh` returns."""
+    """The meshes that a stage knows, on which DTensors from other stages are placed.
 
-    def __init__(self, stage_index: int, get_mesh: _GetMesh | None) -> None:
+    They are those of its example tensors, of its outputs, of its module's state, and what `get_mesh` returns.
+    """
+
+    def __init__(self, stage_index: int, get_mesh: Callable[..., Any] | None) -> None:
         self.stage_index = stage_index
         self.get_mesh = get_mesh
         self._known: dict[MeshKey, DeviceMesh] = {}
 
-    def see(self, values: Iterable[Any]) -> None:
-        """Note the meshes of those values that are DTensors."""
+    def add_from(self, values: Iterable[Any]) -> None:
+        """Add the meshes of those values that are DTensors."""
         for value in values:
             if is_distributed(value):
                 self._known.setdefault(MeshKey.of(value.device_mesh), value.device_mesh)
 
     def find(self, key: MeshKey, module: nn.Module) -> DeviceMesh:
-        """The mesh of this rank that the key stands for."""
+        """Return the mesh of this rank for a key."""
         if key not in self._known:  # the stage's module may have been made parallel only now
-            self.see(chain(module.parameters(), module.buffers()))
+            self.add_from(chain(module.parameters(), module.buffers()))
         if key not in self._known:
-            self._known[key] = self._asked_for(key)
+            self._known[key] = self._from_get_mesh(key)
         return self._known[key]
 
-    def _asked_for(self, key: MeshKey) -> DeviceMesh:
+    def _from_get_mesh(self, key: MeshKey) -> DeviceMesh:
         asked = f"dim names {key.dim_names} and layout {key.layout}"
         if self.get_mesh is None:
             raise StageMetadataError(

@@ -1,4 +1,4 @@
-"""The example tensors that a stage is made with: what is no example is refused before there is a stage."""
+"""Example tensors that a stage is made with, checked before there is a stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dtensor import is_distributed
 
 @dataclass(frozen=True)
 class Examples:
-    """The example tensors of a stage, as the user gives them."""
+    """Example tensors of a stage, as the user gives them."""
 
     input_args: Any = None
     output_args: Any = None
@@ -23,7 +23,7 @@ class Examples:
     output_grads: Any = None
 
     def checked(self, stage_index: int, num_stages: int) -> Examples:
-        """The same as tuples. What the whole model takes and returns may be nested; stages hand on tensors only."""
+        """Return them as tuples. Inputs and outputs of the whole model may be nested; stages pass on tensors only."""
         inputs, outputs = f"Stage {stage_index}: input_", f"Stage {stage_index}: output_"
         made = Examples(
             tensors_of(self.input_args, f"{inputs}args", nested=stage_index == 0),
@@ -42,7 +42,7 @@ class Examples:
 
 
 def tensors_of(values: Any, called: str, *, allow_none: bool = False, nested: bool = False) -> tuple[Any, ...] | None:
-    """A tensor, or several, as a tuple; with `nested`, each may be a nested value of tensors.
+    """Return a tensor, or several, as a tuple; with `nested`, each may be a nested value of tensors.
 
     >>> tensors_of([None], "input_grads", allow_none=True)
     (None,)
@@ -65,7 +65,7 @@ def tensors_of(values: Any, called: str, *, allow_none: bool = False, nested: bo
 def check_gradients(
     stage_index: int, args: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], *, is_input: bool
 ) -> None:
-    """Refuse gradients that do not belong to the tensors that they are given for."""
+    """Raise on gradients that do not fit the tensors that they are given for."""
     side = "input" if is_input else "output"
     if len(args) != len(grads):
         raise StageMetadataError(

@@ -1,6 +1,6 @@
-"""Random numbers that follow from a seed: a forward draws from a stream of its own, whatever ran before it.
+"""Reproducible random numbers: each forward draws from a stream of its own, whatever ran before it.
 
-torch draws from one generator a device, in the order in which things run; and that is another one under each schedule.
+torch draws from one generator per device, in the order in which operations run, which differs between schedules.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Generators:
         self._other = None if place.type in _WITHOUT_GENERATOR else _DeviceGenerator(place)
 
     def seed(self, number: int) -> None:
-        """Begin the stream of a number."""
+        """Start the stream of a seed."""
         self._cpu.manual_seed(number)
         if self._other is not None:
             self._other.seed(number)
 
     def state(self) -> Tensor:
-        """Where the generators are in their streams: bytes, on the CPU."""
+        """Return the state of the generators, as bytes on the CPU."""
         state = self._cpu.get_state()
         return state if self._other is None else torch.cat([state, self._other.state()])
 
     def set_state(self, state: Tensor) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         if self._other is None:
             self._cpu.set_state(state)
         else:
@@ -55,7 +55,7 @@ class Generators:
 
 
 class _DeviceGenerator:
-    """The default generator of an accelerator, through what all of their modules have in common."""
+    """The default generator of an accelerator, through the functions that all device modules have."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -77,8 +77,8 @@ class _DeviceGenerator:
 class RandomStream:
     """A context in which modules draw from another stream; afterwards the generators are as they were before.
 
-    `begin` is the number of a stream, or a state in the middle of one. With `keep_end`, `end` is the state in which the
-    last draw left the stream, for another context that goes on from there.
+    `begin` is the seed of a stream, or a state in the middle of one. With `keep_end`, `end` is the state in which the
+    last draw left the stream, for another context that continues from there.
 
     >>> generators = Generators("cpu")
     >>> with RandomStream(generators, 7, keep_end=True) as stream:
@@ -114,7 +114,7 @@ class RandomStream:
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed for each row of numbers, on every machine the same. Near rows have seeds that are far apart.
+    """Hash some numbers to a seed, on every machine the same. Similar numbers have unrelated seeds.
 
     >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0), 0 <= seed_of(0, 1) < 2**63
     (True, False, True)
@@ -124,7 +124,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def _draw_seed() -> int:
-    """A number from torch's default generator, which goes on by that.
+    """Draw a number from torch's default generator.
 
     >>> _ = torch.manual_seed(0)
     >>> first, second = _draw_seed(), _draw_seed()
@@ -138,7 +138,7 @@ def _draw_seed() -> int:
 class StepSeeds:
     """The seeds of the steps and evaluations of one schedule, from torch's default generator.
 
-    A training step takes a number from it. So it can be resumed: where the generator is in its stream says it all. An
+    A training step draws a number from it, so that training can be resumed from the state of the generator alone. An
     evaluation leaves the generator as it is, for training must not depend on how often a model is evaluated; yet two
     evaluations in a row draw different numbers.
 
@@ -154,7 +154,7 @@ class StepSeeds:
         self._evaluations = 0
 
     def next(self, *, training: bool) -> int:
-        """The seed of a call that begins."""
+        """Return the seed of the next step or evaluation."""
         if training:
             return _draw_seed()
         self._evaluations += 1
@@ -164,21 +164,21 @@ class StepSeeds:
         return seed_of(seed, self._evaluations)
 
 
-def stream_of_microbatch(seed: int, microbatch: int) -> int:
-    """The number of the stream that a microbatch draws from on its way through all stages."""
+def microbatch_seed(seed: int, microbatch: int) -> int:
+    """Return the seed of the stream that a microbatch draws from in all stages."""
     return seed_of(seed, microbatch)
 
 
-def stream_of_stage(seed: int, stage: int, microbatch: int) -> int:
-    """The number of the stream that one stage draws from for one microbatch."""
+def stage_seed(seed: int, stage: int, microbatch: int) -> int:
+    """Return the seed of the stream that one stage draws from for one microbatch."""
     return seed_of(seed, stage, microbatch)
 
 
 def random_streams(microbatches: int, device: torch.device | str = "cpu") -> list[RandomStream]:
-    """What microbatches of the next step draw from under `random_numbers="as_uncut"`, as contexts to run a model in.
+    """Return the random streams of the next step's microbatches under `random_numbers="as_uncut"`, as contexts.
 
-    Like a step it takes a number from torch's default generator. So after the same seed, the uncut model that runs one
-    microbatch after the other draws what the stages draw. `device` is where the model is.
+    Like a step it draws a number from torch's default generator. So after the same seed, the uncut model that runs one
+    microbatch after the other draws the numbers that the stages draw. `device` is that of the model.
 
     >>> from pipecut import ScheduleGPipe, SplitPoint, pipeline
     >>> Linear, Dropout = torch.nn.Linear, torch.nn.Dropout
@@ -200,4 +200,4 @@ def random_streams(microbatches: int, device: torch.device | str = "cpu") -> lis
     if microbatches < 1:
         raise InputError(f"random_streams() got microbatches={microbatches}: give as many as the schedule has")
     seed, generators = _draw_seed(), Generators(device)
-    return [RandomStream(generators, stream_of_microbatch(seed, number)) for number in range(microbatches)]
+    return [RandomStream(generators, microbatch_seed(seed, number)) for number in range(microbatches)]

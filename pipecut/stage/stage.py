@@ -22,7 +22,7 @@ from .backward import (
     trainable_parameters,
     weight_backward,
 )
-from .dtensor import Meshes, MeshKey, OnMesh, placing_of, text_of
+from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
 from .examples import Examples
 from .materialize import check_has_memory
 from .replica import Replica, part_types, replica_of, wrapped_parts
@@ -189,7 +189,7 @@ class PipelineStage:
         self.dw_builder = dw_builder
         self.meshes = Meshes(stage_index, get_mesh)
         for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
-            self.meshes.see(flatten(given)[0])
+            self.meshes.add_from(flatten(given)[0])
         self.pipe_info = pipe_info
         self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
         self.look_at_wrappers()
@@ -271,7 +271,7 @@ class PipelineStage:
                     f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
                     "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
                 )
-        self.meshes.see(outputs)
+        self.meshes.add_from(outputs)
         self._check_outputs(outputs)
         return outputs
 
@@ -282,7 +282,7 @@ class PipelineStage:
         expected = [_sample_of(example) for example in self.output_args]
         got = [_sample_of(output) for output in outputs]
         if got != expected:
-            declared, made = listed(map(text_of, self.output_args)), listed(map(text_of, outputs))
+            declared, made = listed(map(describe_tensor, self.output_args)), listed(map(describe_tensor, outputs))
             raise StageMetadataError(
                 f"stage {self.stage_index} was made for output_args {declared}, samples aside, and returned {made}: "
                 "check output_args, or what the module returns"
@@ -380,4 +380,4 @@ def _check_group(size: int, num_stages: int) -> None:
 
 def _sample_of(tensor: Tensor) -> tuple[Any, ...]:
     """What the samples of a tensor have in common."""
-    return tuple(tensor.shape[1:]), tensor.dtype, placing_of(OnMesh.of(tensor))
+    return tuple(tensor.shape[1:]), tensor.dtype, placement_of(MeshLayout.of(tensor))

@@ -18,7 +18,7 @@ from pipecut.errors import InputError, PipeError, StageMetadataError, StepError
 from pipecut.run.parcels import receive_description, send_description
 from pipecut.run.transport.base import Meta
 from pipecut.run.transport.in_process import InProcessTransport, PostOffice
-from pipecut.stage.dtensor import MeshKey, in_order
+from pipecut.stage.dtensor import MeshKey, ready_to_send
 
 WIDTH = 4
 
@@ -325,11 +325,11 @@ def test_a_description_may_be_longer_than_its_first_message(mesh: DeviceMesh) ->
 def test_what_is_sent_is_in_order(mesh: DeviceMesh) -> None:
     """contiguous() of a DTensor would have summed it up."""
     tensor = DTensor.from_local(torch.ones(2, 3).T, mesh, [Partial()]).requires_grad_()
-    ready = in_order(tensor)
+    ready = ready_to_send(tensor)
     assert isinstance(ready, DTensor)
     assert (ready.placements, ready.stride(), ready.requires_grad) == ((Partial(),), (2, 1), True)
     assert ready.to_local().is_contiguous()
-    assert in_order(ready) is ready
+    assert ready_to_send(ready) is ready
 
 
 def test_outputs_of_other_sizes_are_no_matter_of_placement(mesh: DeviceMesh) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...stage import OnMesh, described, local_part
+from ...stage import MeshLayout, describe, local_part
 
 
 class Meta(NamedTuple):
@@ -18,12 +18,12 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    on_mesh: OnMesh | None = None
+    on_mesh: MeshLayout | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
         """The meta of a tensor at hand."""
-        return cls(tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad, OnMesh.of(tensor))
+        return cls(tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad, MeshLayout.of(tensor))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Meta(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return described(self.whole_shape, self.dtype, self.on_mesh)
+        return describe(self.whole_shape, self.dtype, self.on_mesh)
 
 
 class Arrival(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...errors import InputError
-from ..dtensor import is_distributed, text_of
+from ..dtensor import describe_tensor, is_distributed
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 InputLeaves: TypeAlias = dict[int, Tensor]  # inputs that require a gradient, by their position
@@ -50,8 +50,8 @@ def find_roots(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None])
             )
         elif type(gradient) is not type(output) and is_distributed(gradient) != is_distributed(output):
             raise InputError(
-                f"output {len(roots)} that requires a gradient is {text_of(output)}, and its gradient is "
-                f"{text_of(gradient)}: that of a DTensor is a DTensor, and that of a plain tensor is plain"
+                f"output {len(roots)} that requires a gradient is {describe_tensor(output)}, and its gradient is "
+                f"{describe_tensor(gradient)}: that of a DTensor is a DTensor, and that of a plain tensor is plain"
             )
         roots.append(output)
         gradients.append(gradient)

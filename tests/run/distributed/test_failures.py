@@ -154,8 +154,7 @@ def test_a_rank_that_takes_too_long() -> None:
         (
             False,
             "few samples",
-            "rank 0 failed before its first action: pipecut.errors.TooFewSamplesError: 2 "
-            "samples cannot",
+            "rank 0 failed before its first action: pipecut.errors.TooFewSamplesError: 2 samples cannot",
         ),
         (False, "other target", "the target has 7 rows, and the batch 8 samples"),
         (False, "eval on the first", "rank 0 called eval() of schedule 1, and this rank step() of schedule 1"),
