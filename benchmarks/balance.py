@@ -26,7 +26,7 @@ from pipecut.pipe_ir.traced import TracedModel
 from pipecut.planning.measure import example_values, measure_stages
 from pipecut.planning.measured_chain import measured_chain, refined_cut
 from pipecut.split.automatic import balanced_cut
-from pipecut.split.balance.solve import Blocks, Shared, balance
+from pipecut.split.balance.solve import Blocks, Shared, balance_stages
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
 from pipecut.split.cut import cut_model
@@ -144,7 +144,7 @@ def _by_parameters(chain: Chain, stages: int) -> list[int]:
         sum(item.parameter for item in chain.shared if block == item.blocks[0]) for block in range(len(chain.times))
     ]
     total = [own + tied for own, tied in zip(chain.parameters, amounts, strict=True)]
-    return list(balance(Blocks(times=tuple(total)), stages).cuts)
+    return list(balance_stages(Blocks(times=tuple(total)), stages).cuts)
 
 
 def _outer(chain: Chain, stages: int) -> Chain:
@@ -199,7 +199,7 @@ def _show_large() -> None:
     rows = []
     for name, options in limits:
         begin = time.process_time()
-        found = balance(blocks, stages, **options)
+        found = balance_stages(blocks, stages, **options)
         rows.append([name, f"{time.process_time() - begin:.2f}", f"{found.imbalance:.4f}", str(found.is_best)])
     show_table(f"{count:,} blocks into {stages} stages", ["", "seconds", "bottleneck / mean", "proven best"], rows)
 

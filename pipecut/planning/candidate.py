@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import PipeError, PlanError, TooLittleMemoryError
 from ..schedule import Costs, Link, Plan, Report, simulate
-from ..split import BalancedCut, Machine, StageCost, balance_of, balanced_cut
+from ..split import BalancedCut, Machine, StageCost, balanced_cut, evaluate_cuts
 from ..text import format_bytes, format_bytes_rounded_up
 from .choices import Choice, in_flight
 from .costs import Stages, bounds_of, pending_bytes, simulate_tied, split_times, tied_like
@@ -99,7 +99,7 @@ class _Making:
     def cut_at(self, cuts: Sequence[int]) -> Candidate:
         """The cut at some blocks."""
         chain = self.stages.chain
-        found = balance_of(self.stages.blocks, cuts, self.rank_of, speeds=self.speeds, in_flight=self.flying)
+        found = evaluate_cuts(self.stages.blocks, cuts, self.rank_of, speeds=self.speeds, in_flight=self.flying)
         return self._simulated(BalancedCut(chain.plan(cuts), found, chain))
 
     def within(self, limits: Sequence[float]) -> Candidate | None:

@@ -17,16 +17,16 @@ from ..errors import InputError
 from ..pipe_ir import Operation, TracedModel
 from ..schedule import Costs, Dataflow, Plan, Report, add_reduce_ties, simulate
 from ..split import (
-    ACCUMULATED,
-    TRAINED,
+    ACCUMULATION_PASSES,
+    TRAINED_MEMORY_FACTOR,
     Blocks,
     Chain,
+    ConcreteCosts,
     Machine,
     SplitPlan,
     StageCost,
     StageTie,
     Times,
-    Weights,
     chain_of,
     changed_state,
     mean_of,
@@ -126,7 +126,7 @@ class DeferralRule:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self._weigh = Weights(chain.traced, chain.sizes)
+        self._weigh = ConcreteCosts(chain.traced, chain.sizes)
         self._known: dict[tuple[int, int], bool] = {}
 
     def holds(self, begin: int, end: int) -> bool:
@@ -154,7 +154,7 @@ def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:
     """The times of a stage by the halves of its backward."""
     if not holds:
         return stage.times
-    adding = min(stage.times.backward_weight, ACCUMULATED * stage.trained_bytes / machine.memory_bandwidth)
+    adding = min(stage.times.backward_weight, ACCUMULATION_PASSES * stage.trained_bytes / machine.memory_bandwidth)
     moved = stage.times.backward_weight - adding
     return Times(stage.times.forward, stage.times.backward_input + moved, adding)
 
@@ -225,7 +225,7 @@ class Stages:
             # While one microbatch goes backward, the activations that are computed again are all there.
             again = _one_stage(self._whole, begin, end).saved_bytes if self.recompute else 0.0
             self._memory[begin, end] = _StageMemory(
-                stage.parameter_bytes + (TRAINED - 1) * stage.trained_bytes + stage.buffer_bytes,
+                stage.parameter_bytes + (TRAINED_MEMORY_FACTOR - 1) * stage.trained_bytes + stage.buffer_bytes,
                 stage.working_bytes + again,
                 stage.saved_bytes,
             )

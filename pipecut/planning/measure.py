@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError, StageRunError
 from ..pipe import Pipe
 from ..pipe_ir import TracedModel, bind_inputs, flatten
-from ..split import Times, Weights
+from ..split import ConcreteCosts, Times
 from ..stage import StageWeights, full_backward, input_backward, weight_backward
 
 # MERGED: A walk through the stages of a model on example inputs: each as a copy, with what arrives at it.
@@ -33,7 +33,7 @@ def example_values(
     sizes: Mapping[str, int] | None = None,
 ) -> dict[int, Any]:
     """The inputs by their index in the trace, on a device; with other sizes of symbolic dims their rows repeat."""
-    weigh = Weights(traced, {**traced.hints, **(sizes or {})})
+    weigh = ConcreteCosts(traced, {**traced.hints, **(sizes or {})})
     found = {}
     for index, value in bind_inputs(traced.call, args, kwargs or {}).items():
         spec = traced.operations[index].spec

@@ -22,7 +22,7 @@ from ..split import (
     cut_trace,
     operations_of,
     same_cuts,
-    warn_of_a_giant,
+    warn_of_dominant_block,
 )
 from ..text import Memory, parse_memory
 from .measure import example_values, measure_stages
@@ -253,7 +253,7 @@ class AutomaticCuts:
         if again is not None:
             return again
         found = self._balanced(traced)
-        warn_of_a_giant(found)
+        warn_of_dominant_block(found)
         self._found = replace(found.plan, balance=f"{found.words}, by {self.balancing.cost} times")
         return self._found
 

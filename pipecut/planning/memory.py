@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..schedule import Op, Plan
-from ..split import Array, ChunkedCuts, Ranks, leanest_cuts
+from ..split import Array, ChunkedCuts, Ranks, least_memory_cuts
 from .choices import in_flight
 from .costs import Stages, bounds_of
 
@@ -86,7 +86,7 @@ def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int
     So whatever fits some memory fits any more than that. `start` is a cut to begin with, beside the balance's.
     """
     rank_of, flying = list(memory.plan.placement.rank_of), in_flight(memory.plan)
-    by_balance = leanest_cuts(memory.stages.blocks, Ranks.of(rank_of, None, limits, flying)).cuts
+    by_balance = least_memory_cuts(memory.stages.blocks, Ranks.of(rank_of, None, limits, flying)).cuts
 
     def shares(cuts: Sequence[int]) -> _Quality:
         return sorted((need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True)), reverse=True)

@@ -20,7 +20,7 @@ from ..errors import InputError, PipeError, PlanError, SplitError, StageRunError
 from ..pipe import Pipe
 from ..pipe_ir import HOOK_DICTS, TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
 from ..schedule import Placement, Report, search_schedule
-from ..split import Chain, SplitPlan, Weights, cut_trace, giant_in, mean_of
+from ..split import Chain, ConcreteCosts, SplitPlan, cut_trace, dominant_block, mean_of
 from .candidate import Candidate, make_candidate, nothing_fits
 from .choices import Choice, in_flight
 from .costs import Stages
@@ -89,7 +89,7 @@ class _Trial:
         return None
 
     def _call(self, size: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        weigh = Weights(self.traced, {**self.traced.hints, "batch": size})
+        weigh = ConcreteCosts(self.traced, {**self.traced.hints, "batch": size})
         shapes = {
             id(value): [int(weigh.number(dim)) for dim in spec.shape]
             for index, value in bind_inputs(self.traced.call, self.args, self.kwargs).items()
@@ -196,7 +196,7 @@ class Ranking:
             if each is not best
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
-        said = best.cut.words, giant_in(best.cut)
+        said = best.cut.words, dominant_block(best.cut)
         return _Winner(best.choice, best.labels, best.report, best.memory, tuple(found), *said)
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:

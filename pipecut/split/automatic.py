@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
-from .balance.solve import Balance, balance
+from .balance.solve import Balance, balance_stages
 from .chain import Chain, allowed_places
 from .points import SplitPlan
 
@@ -16,7 +16,7 @@ from .points import SplitPlan
 _SLACK = 0.03
 
 # One block that is longer than the mean stage by this factor is worth a word.
-_GIANT = 1.25
+_DOMINANT = 1.25
 
 # It is to blame if it is this much of what the busiest rank does.
 _BLAMED = 0.75
@@ -50,7 +50,7 @@ def balanced_cut(
     in_flight: Sequence[float] | Callable[[int], float] | None = None,
     slack: float = _SLACK,
 ) -> BalancedCut:
-    """The cut of a chain with the least bottleneck, as `balance` has it, at the outermost modules that allow it.
+    """The cut of a chain with the least bottleneck, as `balance_stages` has it, at the outermost modules that allow it.
 
     >>> import torch
     >>> from pipecut import pipeline
@@ -70,7 +70,7 @@ def balanced_cut(
         )
 
     def solve(part: Chain, slack: float) -> Balance:
-        return balance(
+        return balance_stages(
             part.blocks(), stages, speeds=speeds, memory_limit=memory_limit, in_flight=in_flight, slack=slack
         )
 
@@ -103,18 +103,18 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.4g} ms"
 
 
-def warn_of_a_giant(found: BalancedCut) -> None:
+def warn_of_dominant_block(found: BalancedCut) -> None:
     """Say which block alone is longer than a stage should be."""
-    text = giant_in(found)
+    text = dominant_block(found)
     if text is not None:
         warn(text)
 
 
-def giant_in(found: BalancedCut) -> str | None:
+def dominant_block(found: BalancedCut) -> str | None:
     """Which block alone is longer than a rank should take, in words: no cut can help there."""
     times, reached = [each.total for each in found.chain.times], found.balance
     giant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
-    if ranks == 1 or times[giant] <= _GIANT * sum(times) / ranks:
+    if ranks == 1 or times[giant] <= _DOMINANT * sum(times) / ranks:
         return None
     # What its stage sends and receives comes on top of what it computes.
     stage = bisect.bisect_right(bounds, giant) - 1

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_of
 from .balance.problem import Blocks, Shared
 from .cost.machine import Machine, OperationTimes, Times
-from .cost.operation import CostFinder, Weights, operation_flops
+from .cost.operation import ConcreteCosts, CostFinder, operation_flops
 from .cost.saved import bytes_of
 from .points import Cut, Regions, SplitPlan
 
 # Bytes that are there for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.
-TRAINED = 4.0
+TRAINED_MEMORY_FACTOR = 4.0
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     """Where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes.
 
     `trains` is whether a gradient comes back for any of that.
@@ -63,7 +63,7 @@ class Chain:
     """Blocks and the places between them. A tied weight, or a value that several blocks keep, is in `shared`."""
 
     traced: TracedModel
-    places: tuple[Place, ...]
+    places: tuple[_Place, ...]
     times: tuple[Times, ...]
     parameters: tuple[float, ...]
     trained: tuple[float, ...]
@@ -75,7 +75,7 @@ class Chain:
     machine: Machine
     sizes: Mapping[str, int]
 
-    def blocks(self, *, optimizer: float = TRAINED) -> Blocks:
+    def blocks(self, *, optimizer: float = TRAINED_MEMORY_FACTOR) -> Blocks:
         """The chain as plain numbers; `optimizer` is the bytes that are there for each byte of a trained parameter."""
         kept = [
             held + (optimizer - 1) * trained + buffers
@@ -203,28 +203,28 @@ def operations_of(chain: Chain, begin: int, end: int) -> list[Operation]:
 # MERGED: Where a traced model may be cut: between module calls, outside of all regions, with work on both sides.
 
 
-def allowed_places(traced: TracedModel) -> list[Place]:
+def allowed_places(traced: TracedModel) -> list[_Place]:
     """The beginnings and ends of module calls that lie outside all regions, in order."""
-    found: dict[int, Place] = {}
+    found: dict[int, _Place] = {}
     regions = Regions(traced)
 
     def visit(span: Span, depth: int) -> None:
         for child in span.children:
             edges = ((child.begin, "before"), (child.end + 1, "after")) if child.kind == "call" else ()
             for tick, side in edges:
-                settled, inside = regions.settle(tick)
+                settled, inside = regions.move_outside(tick)
                 if inside is None:
                     cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
-                    found.setdefault(settled, Place(cut, depth))
+                    found.setdefault(settled, _Place(cut, depth))
             visit(child, depth + (child.kind == "call"))
 
     visit(traced.root, 0)
     return [found[tick] for tick in sorted(found)]
 
 
-def _with_work_between(places: list[Place], ticks: list[int]) -> list[Place]:
+def _with_work_between(places: list[_Place], ticks: list[int]) -> list[_Place]:
     """Of places with no operation between them the outermost one; none before the first or after the last operation."""
-    best: dict[int, Place] = {}
+    best: dict[int, _Place] = {}
     for place in places:
         done = bisect.bisect_left(ticks, place.cut.tick)
         if 0 < done < len(ticks) and (done not in best or place.depth < best[done].depth):
@@ -257,7 +257,7 @@ class _ChainMaker:
         self.traced, self.machine, self.sizes = traced, machine, sizes
         self.finder = CostFinder(traced)
         self.operation_times = OperationTimes(self.finder, machine, sizes)
-        self.weigh = Weights(traced, sizes)
+        self.costs = ConcreteCosts(traced, sizes)
         self.operations = [
             op for op in traced.operations if op.kind == "op" and traced.root.begin <= op.tick < traced.root.end
         ]
@@ -369,7 +369,7 @@ class _ChainMaker:
         totals = zip(itertools.accumulate(sizes[:-1]), itertools.accumulate(training[:-1]), strict=True)
         return [(max(size, 0.0), count > 0) for size, count in totals]
 
-    def _sendable(self, places: list[Place]) -> list[Place]:
+    def _sendable(self, places: list[_Place]) -> list[_Place]:
         """Places that nothing crosses which no other stage could get: sizes and numbers that depend on the data."""
         numbers = self._numbers_from_data()
         spans = [
@@ -406,4 +406,4 @@ class _ChainMaker:
         return free
 
     def _number(self, dim: Dim) -> float:
-        return float(dim) if isinstance(dim, int | float) else float(self.weigh.number(dim))
+        return float(dim) if isinstance(dim, int | float) else float(self.costs.number(dim))

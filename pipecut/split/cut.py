@@ -24,7 +24,7 @@ from .codegen.emit import Emitter, Function
 from .codegen.expressions import Naming, name_values
 from .cost.operation import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
-from .modes import Modes, compare_modes
+from .modes import ModeDifferences, compare_modes
 from .points import SplitPlan
 from .program import Piece, WholeCall, conditions_of_generated_code, partition, used_by_items, walk
 from .recompute import recompute
@@ -37,11 +37,11 @@ from .state import (
     unused_parameters,
 )
 
-FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
-PipeT = TypeVar("PipeT")
+_FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
+_PipeT = TypeVar("_PipeT")
 
 
-def cut_model(tracer: ModelTracer, find_cuts: FindCuts, into: Callable[..., PipeT]) -> PipeT:
+def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _PipeT]) -> _PipeT:
     """Trace a model, find its cuts, and cut it there; `into` is the class that the cut model becomes.
 
     The first trace shows which modules are cut. If some of these have forward hooks, the hooks must be part of a second
@@ -58,7 +58,7 @@ def cut_model(tracer: ModelTracer, find_cuts: FindCuts, into: Callable[..., Pipe
         programs = partition(traced, plan.ticks)
     refuse_forgotten(traced, programs)
     warn_of_assigned_attributes(traced, programs)
-    modes = Modes()
+    modes = ModeDifferences()
     mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
     if mode_dependent & traced.mode_readers:
         other = tracer.trace(live_hooks, training=not traced.training)
@@ -71,27 +71,27 @@ def cut_model(tracer: ModelTracer, find_cuts: FindCuts, into: Callable[..., Pipe
 def cut_trace(
     traced: TracedModel,
     plan: SplitPlan,
-    into: Callable[..., PipeT],
+    into: Callable[..., _PipeT],
     *,
     keep_modules: bool = True,
     may_recompute: bool = True,
-) -> PipeT:
+) -> _PipeT:
     """Cut one trace as it is, for its own mode.
 
     With `keep_modules=False` all stages are generated code; with `may_recompute=False` every value is sent.
     """
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
-    return _cut_programs(traced, plan, programs, Modes(), into, may_recompute)
+    return _cut_programs(traced, plan, programs, ModeDifferences(), into, may_recompute)
 
 
 def _cut_programs(
     traced: TracedModel,
     plan: SplitPlan,
     programs: tuple[Piece, ...],
-    modes: Modes,
-    into: Callable[..., PipeT],
+    modes: ModeDifferences,
+    into: Callable[..., _PipeT],
     may_recompute: bool = True,
-) -> PipeT:
+) -> _PipeT:
     names = name_values(traced)
     recomputed: tuple[RecomputedValue, ...] = ()
     if may_recompute:

@@ -28,7 +28,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Modes:
+class ModeDifferences:
     """Generated code in the two modes.
 
     `switches` are arguments that follow the mode, by operation and the argument's name; `bound` are pieces, by stage,
@@ -50,13 +50,13 @@ class Modes:
 
 def compare_modes(
     here: TracedModel, programs_here: Sequence[Piece], there: TracedModel, programs_there: Sequence[Piece]
-) -> Modes:
+) -> ModeDifferences:
     """Find what differs between a model traced in its own mode (here) and in the other one (there)."""
     matcher = _Matcher(here, there)
     written = frozenset(written_state(there))
     if len(programs_here) != len(programs_there):
         bound = {(stage, "", 0): here.training for stage in range(len(programs_here))}
-        return Modes({}, bound, written)
+        return ModeDifferences({}, bound, written)
     for stage, (mine, theirs) in enumerate(zip(programs_here, programs_there, strict=True)):
         matcher.match_piece(stage, mine, theirs)
     if not matcher.match_output():
@@ -66,7 +66,7 @@ def compare_modes(
             f"{type(here.model).__name__} checkpoints activations in training mode only, and is cut in evaluation "
             "mode; call model.train() before pipeline() to keep the checkpoints"
         )
-    return Modes(matcher.switches, matcher.bound, written)
+    return ModeDifferences(matcher.switches, matcher.bound, written)
 
 
 class _Matcher:

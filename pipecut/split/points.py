@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..errors import SplitError, warn
 from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
 from ..text import did_you_mean, plural
-from .cost.operation import Weights
+from .cost.operation import ConcreteCosts
 
 # MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap,
 # MERGED: fallbacks.
@@ -29,7 +29,7 @@ class Regions:
         self._operations = [op for op in traced.operations if op.kind == "op"]
         self._ticks = [op.tick for op in self._operations]
 
-    def settle(self, tick: int) -> tuple[int, str | None]:
+    def move_outside(self, tick: int) -> tuple[int, str | None]:
         """A tick moved to the edge of the regions that begin or end there, and what it is inside of, if anything."""
         for span in self._spans:
             if not span.begin < tick <= span.end:
@@ -208,7 +208,7 @@ def _checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
     regions = Regions(traced)
     settled = []
     for cut in cuts:
-        tick, inside = regions.settle(cut.tick)
+        tick, inside = regions.move_outside(cut.tick)
         if inside:
             where = f"'{cut.path}'" if cut.path else "the model's forward"
             raise SplitError(
@@ -293,7 +293,7 @@ def _nearest_operation(traced: TracedModel, node: Node, move: Callable[[Node], N
 def _as_graph_module(traced: TracedModel) -> GraphModule:
     """The trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
     graph = Graph()
-    at = Weights(traced, traced.hints)
+    at = ConcreteCosts(traced, traced.hints)
     attributes: dict[str, Any] = {}
     nodes: dict[int, Node] = {}
 

@@ -170,7 +170,7 @@ def keys_in(value: Any) -> frozenset[Key]:
 _ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
 
 
-class Wholeness:
+class _Dependencies:
     """Looks through a trace for what ties a call to the code around it."""
 
     def __init__(self, traced: TracedModel) -> None:
@@ -323,7 +323,7 @@ class _Partitioner:
     def __init__(self, traced: TracedModel, keep_modules: bool) -> None:
         self.traced = traced
         self.keep_modules = keep_modules
-        self.wholeness = Wholeness(traced)
+        self.dependencies = _Dependencies(traced)
         self.taken_apart: set[tuple[str, int]] = set()
 
     def stage(self, begin: int, end: int) -> Piece:
@@ -369,22 +369,22 @@ class _Partitioner:
 
     def _operations(self, begin: int, end: int) -> Iterator[Item]:
         for op in self.traced.operations_within(begin, end):
-            if op.kind == "op" and not self.wholeness.is_dead(op):
-                self.wholeness.check_branches(op)
+            if op.kind == "op" and not self.dependencies.is_dead(op):
+                self.dependencies.check_branches(op)
                 yield op
 
     def _child(self, child: Span, begin: int, end: int) -> Item:
         if child.kind == "checkpoint":
             return Checkpointed(child, tuple(self._items(child, begin, end)))
         if child.kind == "function":
-            self.wholeness.check_function(child)
+            self.dependencies.check_function(child)
             return FunctionCall(child, self._made_in(child))
         fallback = self.traced.fallback(child.path)
         whole = (self.keep_modules or fallback is not None) and begin <= child.begin and child.end < end
-        if whole and (child.path, child.nth_call) not in self.taken_apart and self.wholeness.runs_alone(child):
+        if whole and (child.path, child.nth_call) not in self.taken_apart and self.dependencies.runs_alone(child):
             return WholeCall(child, self._made_in(child), self._shapes_to_check(child))
         if fallback is not None:
-            raise SplitError(self.wholeness.why_not_whole(child, fallback))
+            raise SplitError(self.dependencies.why_not_whole(child, fallback))
         return self._piece(child, begin, end)
 
     def _shapes_to_check(self, span: Span) -> tuple[tuple[int, tuple[Any, ...]], ...]:

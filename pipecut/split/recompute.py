@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_of
-from .cost.operation import Weights
+from .cost.operation import ConcreteCosts
 from .dataflow import FlowFinder
-from .modes import Modes
+from .modes import ModeDifferences
 from .program import (
     Checkpointed,
     Item,
@@ -34,10 +34,10 @@ from .state import written_state
 _RANDOM = (torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise)
 
 
-class _Repeatable:
+class _Recomputable:
     """Knows of each operation whether it depends on nothing but sizes, constants, fixed buffers and model inputs."""
 
-    def __init__(self, traced: TracedModel, programs: Sequence[Piece], modes: Modes) -> None:
+    def __init__(self, traced: TracedModel, programs: Sequence[Piece], modes: ModeDifferences) -> None:
         self.traced = traced
         self._written = {
             traced.operations[index].storage
@@ -88,7 +88,7 @@ class _Repeatable:
     def _is_fixed_tensor(self, op: Operation) -> bool:
         return isinstance(op.constant, torch.Tensor) and not op.constant.requires_grad
 
-    def _is_repeatable_operation(self, op: Operation) -> bool:
+    def _is_recomputable_operation(self, op: Operation) -> bool:
         known = op.target is operator.getitem or _is_pure(op.target)
         if not known or op.writes or op.context.vmap or op.index in self._barred:
             return False
@@ -110,10 +110,10 @@ class _Repeatable:
         return not (hooked or paths & alive or decides_about_sizes(traced, span))
 
 
-_KINDS: dict[str, Callable[[_Repeatable, Operation], bool]] = {
-    "state": _Repeatable._is_fixed_buffer,
-    "constant": _Repeatable._is_fixed_tensor,
-    "op": _Repeatable._is_repeatable_operation,
+_KINDS: dict[str, Callable[[_Recomputable, Operation], bool]] = {
+    "state": _Recomputable._is_fixed_buffer,
+    "constant": _Recomputable._is_fixed_tensor,
+    "op": _Recomputable._is_recomputable_operation,
 }
 
 
@@ -144,7 +144,7 @@ def _buffers_to_copy(model: nn.Module) -> set[str]:
     return found
 
 
-def _changing_buffers(traced: TracedModel, modes: Modes) -> set[str]:
+def _changing_buffers(traced: TracedModel, modes: ModeDifferences) -> set[str]:
     """The buffers that a forward updates, in this mode or perhaps in the other one."""
     changing = written_state(traced)
     for fallback in traced.fallbacks:
@@ -209,12 +209,16 @@ _BYTES_PER_MESSAGE = 2**16
 
 
 def recompute(
-    traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str], modes: Modes
+    traced: TracedModel,
+    cuts: Sequence[int],
+    programs: Sequence[Piece],
+    names: Mapping[int, str],
+    modes: ModeDifferences,
 ) -> tuple[tuple[Piece, ...], tuple[RecomputedValue, ...]]:
     """The programs with cheap values made where they are used, and these values."""
     finder = FlowFinder(traced, cuts, programs, names)
-    repeatable = _Repeatable(traced, programs, modes)
-    chosen = [_Chooser(finder, repeatable, stage).choose() for stage in range(1, len(programs))]
+    recomputable = _Recomputable(traced, programs, modes)
+    chosen = [_Chooser(finder, recomputable, stage).choose() for stage in range(1, len(programs))]
     values = tuple(
         RecomputedValue(value, names[value], finder.made_in[value], stage, finder.spec(value))
         for stage, mine in enumerate(chosen, start=1)
@@ -223,22 +227,24 @@ def recompute(
     if not values:
         return tuple(programs), ()
     repeated = [
-        replace(program, items=(*repeatable.chain(mine), *program.items))
+        replace(program, items=(*recomputable.chain(mine), *program.items))
         for program, mine in zip(programs[1:], chosen, strict=True)
     ]
     fuller = (programs[0], *repeated)
     sent = [set(stage.outputs) for stage in FlowFinder(traced, cuts, fuller, names).find().stages]
     sent[-1] |= set(traced.output.refs)
-    return tuple(_without_unused(program, kept, repeatable) for program, kept in zip(fuller, sent, strict=True)), values
+    return tuple(
+        _without_unused(program, kept, recomputable) for program, kept in zip(fuller, sent, strict=True)
+    ), values
 
 
 class _Chooser:
     """Chooses what one stage makes itself."""
 
-    def __init__(self, finder: FlowFinder, repeatable: _Repeatable, stage: int) -> None:
-        self.finder, self.repeatable, self.stage = finder, repeatable, stage
+    def __init__(self, finder: FlowFinder, recomputable: _Recomputable, stage: int) -> None:
+        self.finder, self.recomputable, self.stage = finder, recomputable, stage
         self.traced = finder.traced
-        self.weigh = Weights(self.traced, self.traced.hints)
+        self.costs = ConcreteCosts(self.traced, self.traced.hints)
         self.needs = finder.needs(stage)
 
     def choose(self) -> frozenset[int]:
@@ -254,16 +260,16 @@ class _Chooser:
         received = [value for value in self.finder.arriving(self.stage, self.needs) if self._is_candidate(value)]
         groups: dict[frozenset[int], set[int]] = {}
         for value in received:
-            groups.setdefault(self.repeatable.model_inputs([value]), set()).add(value)
+            groups.setdefault(self.recomputable.model_inputs([value]), set()).add(value)
         yield from (frozenset(groups[inputs]) for inputs in sorted(groups, key=lambda each: (len(each), sorted(each))))
         yield from (frozenset({value}) for value in sorted(received))
 
     def _is_candidate(self, value: int) -> bool:
-        return self.traced.operations[value].kind == "op" and value in self.repeatable
+        return self.traced.operations[value].kind == "op" and value in self.recomputable
 
     def _cost(self, values: Iterable[int]) -> float:
         """What the stage takes in, in bytes, and what it does for the values, as the bytes that this is worth."""
-        chain = self.repeatable.chain(values)
+        chain = self.recomputable.chain(values)
         made = {op.index for op in chain}
         keys: frozenset[Key] = (self.needs - made) | used_by_items(tuple(chain))
         received = self.finder.arriving(self.stage, keys)
@@ -277,8 +283,8 @@ class _Chooser:
         is_view = op.storage is not None and any(
             self.traced.operations[index].storage == op.storage for index in op.refs
         )
-        return 1 if is_view else self.weigh.operation(op)
+        return 1 if is_view else self.costs.operation(op)
 
     def _bytes(self, value: int) -> int:
         spec = self.traced.operations[value].spec
-        return 0 if spec is None else self.weigh.elements(spec) * spec.dtype.itemsize
+        return 0 if spec is None else self.costs.elements(spec) * spec.dtype.itemsize

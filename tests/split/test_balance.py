@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipecut.errors import SplitError, TooLittleMemoryError
 from pipecut.split.balance import solve as preferred
-from pipecut.split.balance.least_memory import leanest_cuts
+from pipecut.split.balance.least_memory import least_memory_cuts
 from pipecut.split.balance.problem import Memory
-from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, balance
+from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, balance_stages
 from tests.support.properties import examples
 
 times = st.integers(0, 30).map(float)
@@ -92,7 +92,7 @@ def check_against_all(blocks: Blocks, ranks: Ranks, found: Balance) -> None:
 def test_no_cut_has_a_smaller_bottleneck(blocks: Blocks, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, blocks.count))
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=parts, max_size=parts))
-    found = balance(blocks, parts, speeds=speeds)
+    found = balance_stages(blocks, parts, speeds=speeds)
     check_against_all(blocks, Ranks.of(parts, speeds), found)
     assert found.is_best
 
@@ -104,11 +104,11 @@ def test_under_a_memory_limit_too(blocks: Blocks, data: st.DataObject) -> None:
     in_flight = [parts - stage for stage in range(parts)]
     ranks = Ranks.of(parts, None, limits, in_flight)
     if fitting(blocks, ranks):
-        found = balance(blocks, parts, memory_limit=limits, in_flight=lambda stage: parts - stage)
+        found = balance_stages(blocks, parts, memory_limit=limits, in_flight=lambda stage: parts - stage)
         check_against_all(blocks, ranks, found)
     else:
         with pytest.raises(SplitError, match="no cut into"):
-            balance(blocks, parts, memory_limit=limits, in_flight=in_flight)
+            balance_stages(blocks, parts, memory_limit=limits, in_flight=in_flight)
 
 
 PLACEMENTS = [(0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0, 1), (1, 0, 1)]
@@ -120,12 +120,12 @@ def test_stages_of_a_rank_are_balanced_together(blocks: Blocks, rank_of: tuple[i
     ranks = Ranks.of(rank_of, None, limit)
     if len(rank_of) > blocks.count:
         with pytest.raises(SplitError, match="each stage needs at least one"):
-            balance(blocks, rank_of)
+            balance_stages(blocks, rank_of)
     elif fitting(blocks, ranks):
-        check_against_all(blocks, ranks, balance(blocks, rank_of, memory_limit=limit))
+        check_against_all(blocks, ranks, balance_stages(blocks, rank_of, memory_limit=limit))
     else:
         with pytest.raises(SplitError, match="no cut into"):
-            balance(blocks, rank_of, memory_limit=limit)
+            balance_stages(blocks, rank_of, memory_limit=limit)
 
 
 @settings(max_examples=examples(15))
@@ -145,15 +145,17 @@ def test_the_least_memory_that_would_do(blocks: Blocks, rank_of: tuple[int, ...]
         max(need / limit for need, limit in zip(rank_memory(blocks, ranks, cuts), limits, strict=True))
         for cuts in all_cuts(blocks.count, len(rank_of))
     )
-    found = leanest_cuts(blocks, ranks)
+    found = least_memory_cuts(blocks, ranks)
     assert found.certain
     assert found.share == pytest.approx(least, rel=1e-5)
     if least > 0:
         given = [found.share * limit for limit in limits]
-        assert max(balance(blocks, rank_of, memory_limit=given, in_flight=flying).memory) <= max(given) * (1 + 1e-8)
+        assert max(balance_stages(blocks, rank_of, memory_limit=given, in_flight=flying).memory) <= max(given) * (
+            1 + 1e-8
+        )
         less = [0.99 * limit for limit in given]
         with pytest.raises(TooLittleMemoryError, match="the least that would do is") as caught:
-            balance(blocks, rank_of, memory_limit=less, in_flight=flying)
+            balance_stages(blocks, rank_of, memory_limit=less, in_flight=flying)
         assert caught.value.needs == pytest.approx(rank_memory(blocks, ranks, found.cuts))
 
 
@@ -161,10 +163,10 @@ def test_a_large_chunked_pipeline_says_what_is_known_to_do() -> None:
     blocks = Blocks(times=(1.0,) * 120, kept=tuple(1.0 + place * 7919 % 101 for place in range(120)))
     rank_of = [*range(8), *reversed(range(8))]
     with pytest.raises(TooLittleMemoryError, match=r"a cut is known that needs ([0-9.]+) B") as caught:
-        balance(blocks, rank_of, memory_limit=1.0)
+        balance_stages(blocks, rank_of, memory_limit=1.0)
     needed = float(re.search(r"needs ([0-9.]+) B", str(caught.value))[1])  # type: ignore[index]
     assert needed < 1.2 * sum(blocks.kept) / 8
-    assert max(balance(blocks, rank_of, memory_limit=needed).memory) <= needed
+    assert max(balance_stages(blocks, rank_of, memory_limit=needed).memory) <= needed
 
 
 @given(blocks=chains(), parts=st.integers(1, 8), slack=st.sampled_from([0.0, 0.25, 1.0]))
@@ -182,7 +184,7 @@ def test_among_the_cuts_within_the_slack_the_cheapest_is_found(blocks: Blocks, p
     def price(cuts: Sequence[int]) -> float:
         return sum(blocks.prices[cut - 1] for cut in cuts)
 
-    found = balance(blocks, parts, slack=slack)
+    found = balance_stages(blocks, parts, slack=slack)
     assert found.cuts in within
     assert price(found.cuts) == min(map(price, within))
 
@@ -245,7 +247,7 @@ def block_partition(blocks: Blocks, parts: int) -> list[int]:
 def test_never_worse_than_published_rules(blocks: Blocks, parts: int) -> None:
     parts = min(parts, blocks.count)
     ranks = Ranks.of(parts)
-    found = balance(blocks, parts)
+    found = balance_stages(blocks, parts)
     rules = (
         uniform(blocks, parts),
         by_amount(blocks.kept, parts),
@@ -259,26 +261,26 @@ def test_never_worse_than_published_rules(blocks: Blocks, parts: int) -> None:
 
 def test_a_heavy_head_gets_few_neighbours() -> None:
     blocks = Blocks(times=(1.0,) * 12 + (4.0,))
-    found = balance(blocks, 4)
+    found = balance_stages(blocks, 4)
     assert found.bottleneck == 4.0
     assert found.cuts[-1] == 12
 
 
 def test_transfers_count_on_both_sides() -> None:
     blocks = Blocks(times=(5.0, 5.0, 5.0, 5.0), transfers=(0.0, 9.0, 0.0))
-    assert balance(blocks, 2).cuts != (2,)
-    assert balance(blocks, 2).bottleneck == 15.0
+    assert balance_stages(blocks, 2).cuts != (2,)
+    assert balance_stages(blocks, 2).bottleneck == 15.0
 
 
 def test_within_a_rank_nothing_is_sent() -> None:
     blocks = Blocks(times=(2.0, 2.0, 2.0), transfers=(1.0, 50.0))
-    assert balance(blocks, [0, 1, 1]).loads == (3.0, 5.0)
+    assert balance_stages(blocks, [0, 1, 1]).loads == (3.0, 5.0)
 
 
 def test_a_large_chunked_pipeline_is_near_its_lower_bound() -> None:
     blocks = Blocks(times=tuple(1.0 + (place % 7) / 10 for place in range(500)))
     for rank_of in ([*range(8)] * 4, [*range(8), *reversed(range(8))]):
-        found = balance(blocks, rank_of)
+        found = balance_stages(blocks, rank_of)
         assert found.bottleneck <= found.lower_bound * 1.03
         assert found.bottleneck < max(rank_loads(blocks, Ranks.of(rank_of), uniform(blocks, len(rank_of)))) * (1 + 1e-9)
 
@@ -292,7 +294,7 @@ def test_fifty_thousand_blocks_into_64_stages() -> None:
         prices=tuple(float(place * 13 % 19) for place in range(count - 1)),
         shared=(Shared((0, count - 1), kept=50.0),),
     )
-    found = balance(blocks, 64, memory_limit=2.0e4, in_flight=[min(64 - stage, 16) for stage in range(64)])
+    found = balance_stages(blocks, 64, memory_limit=2.0e4, in_flight=[min(64 - stage, 16) for stage in range(64)])
     assert found.is_best
     assert found.imbalance < 1.05
 
@@ -300,13 +302,13 @@ def test_fifty_thousand_blocks_into_64_stages() -> None:
 def test_few_places_keep_the_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preferred, "_MOST_PLACES", 2)
     blocks = Blocks(times=(1.0,) * 20 + (30.0,), prices=tuple(float(place % 3) for place in range(20)))
-    found = balance(blocks, 4)
+    found = balance_stages(blocks, 4)
     assert found.bottleneck == 30.0
     assert found.is_best
 
 
 def test_the_text_has_bottleneck_mean_and_lower_bound() -> None:
-    assert str(balance(Blocks(times=(1, 1, 2)), 2)) == (
+    assert str(balance_stages(Blocks(times=(1, 1, 2)), 2)) == (
         "2 stages on 2 ranks: bottleneck 2, mean 2 (1.000 times the mean), lower bound 2 (proven best)"
     )
     assert str(Balance((1,), (3.0, 1.0), 3.0, 2.0, 2.5)) == (
@@ -325,34 +327,40 @@ def test_the_text_has_bottleneck_mean_and_lower_bound() -> None:
         (lambda: Blocks(times=()), "there is no block"),
         (lambda: Blocks(times=(1.0,), shared=(Shared((0,), kept=-1.0),)), r"shared.kept\[0\] is -1.0, negative"),
         (
-            lambda: balance(Blocks(times=(1.0, 2.0)), 2, speeds=[1.0, 0.0]),
+            lambda: balance_stages(Blocks(times=(1.0, 2.0)), 2, speeds=[1.0, 0.0]),
             r"speeds\[1\] is 0.0: rank 1 would never finish",
         ),
-        (lambda: balance(Blocks(times=(1.0, 2.0)), 2, speeds=[1.0]), "speeds has 1 numbers, and there are 2 ranks"),
-        (lambda: balance(Blocks(times=(1.0, 2.0)), 2, memory_limit=0), "memory_limit of rank 0 is 0.0"),
         (
-            lambda: balance(Blocks(times=(1.0, 2.0)), 2, in_flight=[1]),
+            lambda: balance_stages(Blocks(times=(1.0, 2.0)), 2, speeds=[1.0]),
+            "speeds has 1 numbers, and there are 2 ranks",
+        ),
+        (lambda: balance_stages(Blocks(times=(1.0, 2.0)), 2, memory_limit=0), "memory_limit of rank 0 is 0.0"),
+        (
+            lambda: balance_stages(Blocks(times=(1.0, 2.0)), 2, in_flight=[1]),
             "in_flight has 1 numbers, and there are 2 stages",
         ),
-        (lambda: balance(Blocks(times=(1.0, 2.0)), 3), "3 stages were asked for, and there are 2 blocks"),
-        (lambda: balance(Blocks(times=(1.0, 2.0)), [0, 2]), r"stages=\[0, 2\]: give their number, or the rank of each"),
+        (lambda: balance_stages(Blocks(times=(1.0, 2.0)), 3), "3 stages were asked for, and there are 2 blocks"),
         (
-            lambda: balance(
+            lambda: balance_stages(Blocks(times=(1.0, 2.0)), [0, 2]),
+            r"stages=\[0, 2\]: give their number, or the rank of each",
+        ),
+        (
+            lambda: balance_stages(
                 Blocks(times=(1.0, 2.0, 1.0), kept=(3e9, 7e9, 1e9), names=("a", "b", "c")), 2, memory_limit=5e9
             ),
             "no cut into 2 stages fits memory_limit=5 GB: the least that would do is 8 GB. "
             "The block that needs most is b, with 7 GB. Use more stages",
         ),
         (
-            lambda: balance(Blocks(times=(4, 4, 4, 6, 4), kept=(2, 5, 1, 3, 1)), [0, 1, 1, 0], memory_limit=1),
+            lambda: balance_stages(Blocks(times=(4, 4, 4, 6, 4), kept=(2, 5, 1, 3, 1)), [0, 1, 1, 0], memory_limit=1),
             "no cut into 4 stages fits memory_limit=1 B: the least that would do is 6 B",
         ),
         (
-            lambda: balance(Blocks(times=(1, 1), saved=(2, 3)), 2, memory_limit=1, in_flight=[2, 1]),
+            lambda: balance_stages(Blocks(times=(1, 1), saved=(2, 3)), 2, memory_limit=1, in_flight=[2, 1]),
             "the least that would do is 4 B. The block that needs most is block 0, with 4 B",
         ),
         (
-            lambda: balance(Blocks(times=(1.0, 2.0), kept=(3.0, 7.0)), 2, memory_limit=[3.0, 3.5]),
+            lambda: balance_stages(Blocks(times=(1.0, 2.0), kept=(3.0, 7.0)), 2, memory_limit=[3.0, 3.5]),
             r"memory_limit=\[3 B, 3.5 B\]: the least that would do is 2 times that on every limited rank",
         ),
     ],

@@ -97,12 +97,12 @@ class Source:
 
 
 def read_sources(package: Path) -> list[Source]:
-    """Parse every Python file below the package directory."""
+    """Parse every Python file below the package directory, and the stub that has its public names."""
     sources = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         inside = path.relative_to(package)
         names = inside.with_suffix("").parts
-        module = names[:-1] if names[-1] == "__init__" else names
+        module = ("stub",) if path.suffix == ".pyi" else names[:-1] if names[-1] == "__init__" else names
         text = path.read_text(encoding="utf-8")
         file = (Path(package.name) / inside).as_posix()
         tree = ast.parse(text, filename=str(path))

@@ -19,7 +19,7 @@ _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Leanest:
+class LeastMemory:
     """Some cuts, the memory of each rank, as a share of its limit too, and whether no cut has a smaller share."""
 
     cuts: list[int]
@@ -28,14 +28,14 @@ class Leanest:
     certain: bool
 
 
-def leanest_cuts(blocks: Blocks, ranks: Ranks) -> Leanest:
+def least_memory_cuts(blocks: Blocks, ranks: Ranks) -> LeastMemory:
     """The cuts, whatever time they take; only the proportions of the limits matter."""
     chunked = ChunkedCuts(blocks, ranks)
     if ranks.one_stage_each:
         cuts, certain = _bisected(blocks, ranks, chunked), True
     else:
         cuts, certain = _searched(blocks, ranks, chunked)
-    return Leanest(cuts, tuple(chunked.memory(cuts)), chunked.share(cuts), certain)
+    return LeastMemory(cuts, tuple(chunked.memory(cuts)), chunked.share(cuts), certain)
 
 
 def _bisected(blocks: Blocks, ranks: Ranks, chunked: ChunkedCuts) -> list[int]:

@@ -1,4 +1,4 @@
-"""balance(): stages of a chain of blocks for ranks, with the least bottleneck, on plain numbers.
+"""balance_stages(): stages of a chain of blocks for ranks, with the least bottleneck, on plain numbers.
 
 times       3   1   4   1   5   9   2   6        blocks in order
 into 3:     3   1   4   1 | 5   9 | 2   6        the longest stage is as short as it can be: 14
@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import SplitError, TooLittleMemoryError
 from ...text import format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
-from .least_memory import Leanest, leanest_cuts
+from .least_memory import LeastMemory, least_memory_cuts
 from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, alone
 from .reach import Reach, Reached
 
@@ -68,7 +68,7 @@ def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Ar
     return [np.array([0]), *active]
 
 
-__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance", "balance_of"]
+__all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance_stages", "evaluate_cuts"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Balance:
 
     No cut has a bottleneck below `lower_bound`. `memory` is that of each rank, 0 where no memory was given.
 
-    >>> print(balance(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3))
+    >>> print(balance_stages(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3))
     3 stages on 3 ranks: bottleneck 14, mean 10.33 (1.355 times the mean), lower bound 14 (proven best)
     """
 
@@ -113,7 +113,7 @@ class Balance:
         )
 
 
-def balance(
+def balance_stages(
     blocks: Blocks,
     stages: int | Sequence[int],
     *,
@@ -132,11 +132,11 @@ def balance(
     With one stage a rank the cut is exact. With several it is exact if the search ends within its budget; otherwise
     `lower_bound` says how far from the best it can be.
 
-    >>> balance(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3).cuts
+    >>> balance_stages(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3).cuts
     (4, 6)
-    >>> balance(Blocks(times=(4, 4, 4, 4)), 2, speeds=[1, 3]).cuts
+    >>> balance_stages(Blocks(times=(4, 4, 4, 4)), 2, speeds=[1, 3]).cuts
     (1,)
-    >>> balance(Blocks(times=(1, 1, 1, 1, 1, 5)), [0, 1, 1, 0]).loads
+    >>> balance_stages(Blocks(times=(1, 1, 1, 1, 1, 5)), [0, 1, 1, 0]).loads
     (6.0, 4.0)
     """
     ranks = Ranks.of(stages, speeds, memory_limit, in_flight)
@@ -148,7 +148,7 @@ def balance(
     return _balance(blocks, ranks, cuts, bound)
 
 
-def balance_of(
+def evaluate_cuts(
     blocks: Blocks,
     cuts: Sequence[int],
     stages: int | Sequence[int],
@@ -158,7 +158,7 @@ def balance_of(
 ) -> Balance:
     """How well given cuts are balanced.
 
-    >>> balance_of(Blocks(times=(3, 1, 4)), [1], 2).loads
+    >>> evaluate_cuts(Blocks(times=(3, 1, 4)), [1], 2).loads
     (3.0, 5.0)
     """
     ranks = Ranks.of(stages, speeds, None, in_flight)
@@ -175,7 +175,7 @@ def _exact(blocks: Blocks, ranks: Ranks, slack: float) -> tuple[list[int], float
     reach = Reach(blocks, ranks)
     least = reach.least()
     if least is None:
-        raise _no_cut_fits(blocks, ranks, leanest_cuts(blocks, ranks))
+        raise _no_cut_fits(blocks, ranks, least_memory_cuts(blocks, ranks))
     return _preferred_cuts(reach, least * (1 + slack)), least
 
 
@@ -192,7 +192,7 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
     cuts, certain = chunked.find(starts)
     excess, bottleneck = chunked.quality(cuts)
     if excess > 0:
-        leanest = leanest_cuts(blocks, ranks)
+        leanest = least_memory_cuts(blocks, ranks)
         cuts, certain = chunked.find([leanest.cuts])
         excess, bottleneck = chunked.quality(cuts)
         if excess > 0:
@@ -200,7 +200,7 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
     return cuts, bottleneck if certain else chunked.lower_bound()
 
 
-def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: Leanest) -> TooLittleMemoryError:
+def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: LeastMemory) -> TooLittleMemoryError:
     """Say the least memory that would do."""
     if len(set(ranks.memory)) == 1:
         given, needed = format_bytes(ranks.memory[0]), format_bytes_rounded_up(max(leanest.memory))

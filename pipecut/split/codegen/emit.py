@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from ...errors import PipeError
 from ...pipe_ir import HERE, Context, ModuleRef, Opaque, Operation, Ref, Size, Span, Template
-from ..modes import Modes, require_mode
+from ..modes import ModeDifferences, require_mode
 from ..program import (
     BufferUpdate,
     Checkpointed,
@@ -100,7 +100,7 @@ _Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
 class Emitter:
     """Emits the functions of one stage."""
 
-    def __init__(self, naming: Naming, modes: Modes, stage: int) -> None:
+    def __init__(self, naming: Naming, modes: ModeDifferences, stage: int) -> None:
         self.naming = naming
         self.modes = modes
         self.stage_index = stage

@@ -14,7 +14,7 @@ import torch
 from ...errors import PipeError
 from ...pipe_ir import Operation, operator_of
 from ...text import dtype_name
-from .operation import CostFinder, Weights, operation_flops
+from .operation import ConcreteCosts, CostFinder, operation_flops
 from .saved import bytes_of
 
 _MATMUL_SIZE = 512
@@ -155,7 +155,7 @@ def _no_wait() -> None:
 
 
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
-ACCUMULATED = 3
+ACCUMULATION_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class OperationTimes:
     def __init__(self, finder: CostFinder, machine: Machine, sizes: Mapping[str, int]) -> None:
         self.finder, self.machine = finder, machine
         self.traced = finder.traced
-        self._weigh = Weights(self.traced, sizes)
+        self._costs = ConcreteCosts(self.traced, sizes)
         self._repeated = {
             op.index
             for span in self.traced.spans("checkpoint")
@@ -215,8 +215,8 @@ class OperationTimes:
         """The times of one operation."""
         if op.kind != "op":
             return Times()
-        flops = self._weigh.number(operation_flops(self.traced, op))
-        moved = self._weigh.number(self.finder.bytes_moved(op))
+        flops = self._costs.number(operation_flops(self.traced, op))
+        moved = self._costs.number(self.finder.bytes_moved(op))
         dtype = self._dtype(op)
         forward = self.machine.time(flops, moved, dtype)
         if not self.finder.saved.needs_gradient(op):
@@ -244,8 +244,8 @@ class OperationTimes:
         return [each for each in needing if not is_weight[each]], [each for each in needing if is_weight[each]]
 
     def _accumulation(self, weights: list[int]) -> float:
-        size = sum(self._weigh.number(bytes_of(self.traced.operations[index])) for index in weights)
-        return ACCUMULATED * size / self.machine.memory_bandwidth
+        size = sum(self._costs.number(bytes_of(self.traced.operations[index])) for index in weights)
+        return ACCUMULATION_PASSES * size / self.machine.memory_bandwidth
 
     def _dtype(self, op: Operation) -> torch.dtype:
         spec = op.spec

@@ -62,7 +62,7 @@ def flops_between(traced: TracedModel, begin: int, end: int) -> sympy.Expr:
     return sympy.Add(*(operation_flops(traced, op) for op in traced.operations_within(begin, end)))
 
 
-class Weights:
+class ConcreteCosts:
     """What operations and tensors weigh at given sizes; sizes that depend on data count as one."""
 
     def __init__(self, traced: TracedModel, sizes: Mapping[str, int]) -> None:

@@ -45,7 +45,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Call:
+class _Call:
     """An operation on tensors of which only the looks are known. Calls that are alike are equal, and tried once."""
 
     target: Any
@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """One operation that another one is made of; arguments are shapes where they are tensors."""
 
     name: str
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kept:
+class _SavedTensors:
     """What autograd keeps for the backward: arguments by their slots, the result, and bytes of other memory."""
 
     arguments: tuple[int, ...]
@@ -77,11 +77,11 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Tried:
+class _TrialResult:
     """What was seen; `kept` is None if it is known only for the sizes of the example."""
 
-    parts: tuple[Part, ...]
-    kept: Kept | None
+    parts: tuple[_Part, ...]
+    kept: _SavedTensors | None
 
 
 def arguments_of(op: Operation) -> tuple[int, ...]:
@@ -89,13 +89,13 @@ def arguments_of(op: Operation) -> tuple[int, ...]:
     return tuple(dict.fromkeys(op.refs))
 
 
-def try_operation(traced: TracedModel, op: Operation) -> Tried | None:
+def try_operation(traced: TracedModel, op: Operation) -> _TrialResult | None:
     """Run an operation on its own to see what it keeps; None for one that writes or is no operator of torch."""
     call = _call_of(traced, op)
     return None if call is None else _tried(call)
 
 
-def _call_of(traced: TracedModel, op: Operation) -> Call | None:
+def _call_of(traced: TracedModel, op: Operation) -> _Call | None:
     indices = arguments_of(op)
     specs = [traced.operations[index].spec for index in indices]
     known = [spec for spec in specs if spec is not None and len(spec.stride) == len(spec.shape)]
@@ -120,7 +120,7 @@ def _call_of(traced: TracedModel, op: Operation) -> Call | None:
         return device if leaf is HERE else leaf
 
     symbols = set().union(*(spec.symbols for spec in known), *(size.free_symbols for size in sizes))
-    return Call(
+    return _Call(
         op.target,
         _mapped(plain, op.args),
         tuple((name, _mapped(plain, value)) for name, value in op.kwargs.items()),
@@ -135,7 +135,7 @@ def _call_of(traced: TracedModel, op: Operation) -> Call | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(call: Call) -> Tried | None:
+def _tried(call: _Call) -> _TrialResult | None:
     sizes = _Sizes(dict(call.sizes))
     # A tensor that is made in inference mode stays out of autograd for good.
     with torch.inference_mode(False), FakeTensorMode(shape_env=sizes.env) as without_memory:
@@ -148,7 +148,7 @@ def _tried(call: Call) -> Tried | None:
 
     args, kwargs = _mapped(real, call.args), {name: _mapped(real, value) for name, value in call.kwargs}
     kept: dict[int, Tensor] = {}
-    watch = _Watch(sizes)
+    watch = _PartRecorder(sizes)
     try:
         with torch.inference_mode(False), without_memory, watch, _modes(call), _note_saved(kept):
             result = call.target(*args, **kwargs)
@@ -159,14 +159,14 @@ def _tried(call: Call) -> Tried | None:
     made = _memory(result) if isinstance(result, Tensor) else None
     others = [tensor for memory, tensor in kept.items() if memory not in given and memory != made]
     if others and sizes.has_fixed_some:
-        return Tried(tuple(watch.parts), None)
+        return _TrialResult(tuple(watch.parts), None)
     arguments = tuple(slot for memory, slot in given.items() if memory in kept)
     size: Dim = sum(sizes.dim(tensor.untyped_storage().nbytes()) for tensor in others)
-    return Tried(tuple(watch.parts), Kept(arguments, made in kept, size))
+    return _TrialResult(tuple(watch.parts), _SavedTensors(arguments, made in kept, size))
 
 
 @contextlib.contextmanager
-def _modes(call: Call) -> Iterator[None]:
+def _modes(call: _Call) -> Iterator[None]:
     """As the operation runs in training, whatever mode the model is priced in."""
     told = logging.getLogger("torch._subclasses.fake_tensor")  # it writes a page for an operation that cannot be tried
     disabled, told.disabled = told.disabled, True
@@ -182,13 +182,13 @@ def _modes(call: Call) -> Iterator[None]:
         told.disabled = disabled
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PartRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what an operation is made of."""
 
     def __init__(self, sizes: _Sizes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes = sizes
-        self.parts: list[Part] = []
+        self.parts: list[_Part] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -198,7 +198,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in args[0].shape)
         result = func(*args, **(kwargs or {}))
         shapes = _mapped(self._shape, args)
-        self.parts.append(Part(operator_name(func), shapes, self._shape(result) if isinstance(result, Tensor) else ()))
+        self.parts.append(_Part(operator_name(func), shapes, self._shape(result) if isinstance(result, Tensor) else ()))
         return result
 
     def _shape(self, leaf: Any) -> Any:
