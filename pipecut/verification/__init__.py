@@ -1,4 +1,8 @@
-"""Cut and uncut side by side: whether the stages compute what the model computes."""
+"""verify(): compare one training step of the stages with one of the uncut model.
+
+verify.py, the file to read first, runs both (runs.py), compares them (compare.py) and collects the differences of all
+ranks (ranks.py) into a report (report.py). stages.py finds the stages of this process and the plan by which they run.
+"""
 
 from .report import Verification as Verification
 from .report import VerificationError as VerificationError

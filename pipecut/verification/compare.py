@@ -1,4 +1,4 @@
-"""Tensors and nested values against those of the uncut model."""
+"""Comparison of tensors and nested values with those of the uncut model, and its tolerance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from ..pipe_ir import flatten
 from ..text import counted, tensor_text
 from .report import EXTRA, MISSING, Difference, What
 
-# MERGED: How much a number may differ from the same number computed in another order.
-
-
 # A part of the largest element. A sum over microbatches rounds in another order than one over the batch, and kernels
 # choose theirs by the sizes. What that does is some tens of the dtype's epsilon in float32 and float64, and grows with
 # depth; the short dtypes, whose sums are rounded after every microbatch, get a few. A gradient that is really wrong
@@ -28,14 +25,14 @@ _FAST_MATMUL = 1e-2  # float32 products with fewer bits: TensorFloat-32
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Allowed is `rtol` times the largest element, plus `atol`."""
+    """Allowed difference: `rtol` times the largest element, plus `atol`."""
 
     rtol: float
     atol: float
     reason: str
 
     def allowed(self, magnitude: float) -> float:
-        """How far off an element may be."""
+        """Return the allowed difference of an element."""
         return self.rtol * magnitude + self.atol
 
     def __str__(self) -> str:
@@ -43,7 +40,7 @@ class Tolerance:
 
 
 def tolerance_for(dtypes: Iterable[torch.dtype], device: str, rtol: float | None, atol: float | None) -> Tolerance:
-    """The tolerance of a model that computes with these dtypes: that of the one with the fewest bits.
+    """Return the tolerance of a model that computes with these dtypes: that of the one with the fewest bits.
 
     >>> print(tolerance_for([torch.float32, torch.int64], "cpu", None, None))
     1e-05 of the largest element, for float32
@@ -70,7 +67,7 @@ def tolerance_for(dtypes: Iterable[torch.dtype], device: str, rtol: float | None
 
 
 def compare_values(what: What, cut: Any, uncut: Any, tolerance: Tolerance) -> Iterator[Difference]:
-    """A difference for each leaf of a nested value."""
+    """Yield a difference for each leaf of a nested value."""
     (cut_leaves, cut_structure), (leaves, structure) = flatten(cut, holders=True), flatten(uncut, holders=True)
     paths = ["".join(path) for path in structure.paths()]
     if paths != ["".join(path) for path in cut_structure.paths()]:
@@ -94,7 +91,7 @@ def compare_gradients(
     stage: int | None,
     what: What = "gradient",
 ) -> Iterator[Difference]:
-    """A difference, unless neither has a gradient."""
+    """Yield a difference, unless neither has a gradient."""
     if cut is not None and uncut is not None:
         yield compare_tensors(what, name, cut, uncut, tolerance, magnitude, stage)
     elif cut is not uncut:
@@ -110,7 +107,7 @@ def compare_tensors(
     magnitude: float | None = None,
     stage: int | None = None,
 ) -> Difference:
-    """The largest difference of an element, measured by the largest element, or by `magnitude` if that is more."""
+    """Return the largest difference of an element, with the largest element or `magnitude` as its measure."""
     if cut.shape != uncut.shape or cut.dtype != uncut.dtype:
         return Difference(what, name, stage=stage, fault=f"is {tensor_text(cut)}, and {tensor_text(uncut)} uncut")
     ours, theirs = plain(cut).to(uncut.device), plain(uncut)
@@ -127,14 +124,14 @@ def compare_tensors(
 
 
 def compare_numbers(what: What, cut: float, uncut: float, tolerance: Tolerance) -> Difference:
-    """One number, such as the loss."""
+    """Compare one number, such as the loss."""
     ours, theirs = (torch.tensor(number, dtype=torch.float64) for number in (cut, uncut))
     difference = compare_tensors(what, what, ours, theirs, tolerance)
     return replace(difference, values=(cut, uncut))
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor to compute with: dense, real, not of a short dtype."""
+    """Return a tensor to compute with: dense, real, not of a short dtype."""
     made = tensor.detach()
     made = made.to_dense() if made.layout != torch.strided else made
     made = torch.view_as_real(made) if made.is_complex() else made
@@ -142,7 +139,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude of a finite element; 0 if there is none."""
+    """Return the largest magnitude of a finite element; 0 if there is none."""
     values = plain(tensor).abs()
     finite = values[values.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What a verification found: every difference, the worst first, and a table of them."""
+"""Result of a verification: every difference, the worst first, and a table of them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class VerificationError(PipeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something is from what it is in the uncut model.
+    """Difference of one value between the stages and the uncut model.
 
-    `off_by` is the largest difference of an element, `magnitude` what it is measured by, `allowed` how large it may
-    be. `fault` is set where there is nothing to subtract: the two have different shapes, or one is not there.
+    `off_by` is the largest difference of an element, `magnitude` the number that it is relative to, `allowed` the
+    limit. `fault` is set where there is nothing to subtract: the two have different shapes, or one is missing.
     """
 
     what: What
@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether it is small enough."""
+        """True if the difference is allowed."""
         return not self.fault and self.off_by <= self.allowed
 
     @property
@@ -68,7 +68,7 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify` found. Print it for a table; `differences` has them all, the worst first."""
+    """Result of `verify`. Print it for a table; `differences` has them all, the worst first."""
 
     title: str
     differences: tuple[Difference, ...]
@@ -77,22 +77,22 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as in the uncut model."""
+        """True if everything is as in the uncut model."""
         return not self.wrong
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
-        """What is not."""
+        """Differences that are not allowed."""
         return tuple(difference for difference in self.differences if not difference.ok)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The parameters that have a gradient in the uncut model only."""
+        """Names of parameters that have a gradient in the uncut model only."""
         return tuple(difference.name for difference in self.differences if difference.fault == MISSING)
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """The parameters that have a gradient in the stages only."""
+        """Names of parameters that have a gradient in the stages only."""
         return tuple(difference.name for difference in self.differences if difference.fault == EXTRA)
 
     def raise_if_wrong(self) -> None:
@@ -120,7 +120,7 @@ class Verification:
 
 
 def by_badness(differences: Sequence[Difference]) -> tuple[Difference, ...]:
-    """The worst first; of equals the one that was found first."""
+    """Sort differences, the worst first; of equals the one that was found first."""
     return tuple(sorted(differences, key=lambda difference: -difference.badness))
 
 

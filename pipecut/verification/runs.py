@@ -1,4 +1,4 @@
-"""One step of the uncut model, and one of the stages, on copies of the same arguments."""
+"""One training step of the uncut model, and one of the stages, on copies of the same arguments."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..pipe_ir import clone, flatten, map_leaves
 from ..run import PlannedSchedule
-from .subject import BufferPlace, Call, Subject
+from .stages import BufferPlace, Call, PlannedStages
 
 Gradients = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Task:
-    """What both do: a call of the model and, with a loss, a backward pass."""
+class StepInputs:
+    """Inputs of the step: a call of the model and, with a loss, a backward pass."""
 
     call: Call
     target: Any
     loss_fn: Callable[..., Tensor] | None
     loss_kwargs: Mapping[str, Any]
 
-    def fresh(self) -> Task:
-        """The same task on copies of its tensors, which a run may write to."""
+    def copied(self) -> StepInputs:
+        """Return the same inputs with copies of their tensors, which a run may write to."""
         copies: dict[int, Tensor] = {}
 
-        def copied(leaf: Any) -> Any:
+        def copy_of(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
-        args, kwargs, target = map_leaves(copied, (tuple(self.call[0]), dict(self.call[1]), self.target))
-        return Task((args, kwargs), target, self.loss_fn, self.loss_kwargs)
+        args, kwargs, target = map_leaves(copy_of, (tuple(self.call[0]), dict(self.call[1]), self.target))
+        return StepInputs((args, kwargs), target, self.loss_fn, self.loss_kwargs)
 
     def input_gradients(self) -> Gradients:
-        """The gradients of the arguments that asked for one, after a run."""
+        """Return the gradients of the arguments that require one, after a run."""
         leaves, structure = flatten({"args": self.call[0], **self.call[1]})
         paths = ["".join((path[0][2:-2], *path[1:])) for path in structure.paths()]
         return {
@@ -52,8 +52,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a step gives: `buffers` are those after it, of which `updated` are not as they were."""
+class StepResult:
+    """Results of a step: `buffers` are those after it, of which the step has changed `updated`."""
 
     output: Any
     loss: float | None
@@ -63,24 +63,24 @@ class Run:
     updated: tuple[str, ...] = ()
 
 
-def run_uncut(model: nn.Module, task: Task, select_output: Callable[[Any], Any]) -> Run:
-    """One step of a copy of the model that shares its tensors. The copy takes what the forward does to attributes.
+def run_uncut(model: nn.Module, inputs: StepInputs, select_output: Callable[[Any], Any]) -> StepResult:
+    """Run one step of a copy of the model that shares its tensors: attributes that the forward sets are the copy's.
 
-    `select_output` returns the part of the model's result that the stages hand over.
+    `select_output` returns the part of the model's result that the last stage returns.
     """
     copy = clone(model)
     before = _buffers_of(copy)
-    args, kwargs = task.call
-    with torch.set_grad_enabled(task.loss_fn is not None):
+    args, kwargs = inputs.call
+    with torch.set_grad_enabled(inputs.loss_fn is not None):
         output = select_output(copy(*args, **kwargs))
-        loss = None if task.loss_fn is None else _loss(task, output)
+        loss = None if inputs.loss_fn is None else _loss(inputs, output)
     if loss is not None and loss.requires_grad:
         torch.autograd.backward([loss])
     after = _buffers_of(copy)
-    return Run(
+    return StepResult(
         map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output, holders=True),
         None if loss is None else float(loss.detach()),
-        task.input_gradients(),
+        inputs.input_gradients(),
         after,
         gradients={name: parameter.grad for name, parameter in model.named_parameters()},
         updated=tuple(name for name, buffer in before.items() if not torch.equal(buffer, after[name])),
@@ -91,9 +91,9 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
-def _loss(task: Task, output: Any) -> Tensor:
-    assert task.loss_fn is not None
-    loss = task.loss_fn(output, task.target, **task.loss_kwargs)
+def _loss(inputs: StepInputs, output: Any) -> Tensor:
+    assert inputs.loss_fn is not None
+    loss = inputs.loss_fn(output, inputs.target, **inputs.loss_kwargs)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(
@@ -104,27 +104,26 @@ def _loss(task: Task, output: Any) -> Tensor:
     return loss
 
 
-def run_cut(subject: Subject, task: Task, options: Mapping[str, Any], buffers: Mapping[BufferPlace, str]) -> Run:
-    """One step of the stages by the plan, together with the other ranks. The gradients are in their parameters."""
+def run_cut(
+    stages: PlannedStages, inputs: StepInputs, options: Mapping[str, Any], buffers: Mapping[BufferPlace, str]
+) -> StepResult:
+    """Run one step of the stages by the plan, with the other ranks. The gradients are in their parameters."""
     # In one process, with one microbatch, the stages then draw what the uncut model draws.
     options = {"random_numbers": "per_process", **options}
-    schedule = PlannedSchedule(subject.stages, subject.plan, task.loss_fn, **options)
-    args, kwargs = task.call
-    if task.loss_fn is None:
+    schedule = PlannedSchedule(stages.stages, stages.plan, inputs.loss_fn, **options)
+    args, kwargs = inputs.call
+    if inputs.loss_fn is None:
         output, loss = schedule.eval(*args, **kwargs), None
     else:
-        output = schedule.step(*args, target=task.target, loss_kwargs=task.loss_kwargs, **kwargs)
+        output = schedule.step(*args, target=inputs.target, loss_kwargs=inputs.loss_kwargs, **kwargs)
         loss = schedule.mean_loss()
-    modules = {stage.stage_index: stage.submod for stage in subject.stages}
+    modules = {stage.stage_index: stage.submod for stage in stages.stages}
     held = {name: modules[stage].get_buffer(path).clone() for (stage, path), name in buffers.items()}
-    return Run(output, loss, task.input_gradients(), held)
+    return StepResult(output, loss, inputs.input_gradients(), held)
 
 
-# MERGED: What a run changes besides its results: set back before each run, and as it was afterwards.
-
-
-class Kept:
-    """The gradients, buffers and random numbers of some modules as they were at first."""
+class SavedState:
+    """Gradients, buffers and random numbers of some modules, to reset before each run and to restore afterwards."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
@@ -140,19 +139,19 @@ class Kept:
         self._random = self._random_states()
 
     def begin(self) -> None:
-        """Start a run: no gradients, all else as at first."""
+        """Start a run: no gradients, all else as saved."""
         for parameter, _ in self._gradients.values():
             parameter.grad = None
         self._reset()
 
     def restore(self) -> None:
-        """Leave everything as it was."""
+        """Restore everything."""
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
         self._reset()
 
     def drew_random_numbers(self) -> bool:
-        """Whether a run has, since it began."""
+        """Return True if a run has, since it began."""
         return any(not torch.equal(*states) for states in zip(self._random, self._random_states(), strict=True))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""verify(): cut and uncut side by side, and every difference."""
+"""verify(): run a step of the stages and one of the uncut model, and report every difference."""
 
 from __future__ import annotations
 
@@ -16,74 +16,18 @@ from ..pipe_ir import flatten
 from ..schedule import Plan
 from ..text import listed
 from .compare import tolerance_for
-from .evidence import agreed, conclusions, evidence_of, gathered
+from .ranks import all_differences, compare_steps, gather, prepare_on_all_ranks
 from .report import Verification, by_badness
-from .runs import Kept, Run, Task, run_cut, run_uncut
-from .subject import Naming, Request, Stages, Subject, match_buffers, match_names, subject_of
-
-# MERGED: What differs and is not wrong, and where to look if something is.
-
-
-_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class _Circumstances:
-    """All that notes may be about."""
-
-    subject: Subject
-    model: nn.Module
-    cut: Run
-    uncut: Run
-    is_random: bool  # the uncut model drew random numbers
-    scales_gradients: bool
-
-
-def _notes_on(case: _Circumstances, *, is_wrong: bool) -> tuple[str, ...]:
-    """What to know of a verification."""
-    reasons = [*_reasons_to_differ(case), *(_sum_of_losses(case) if is_wrong else ())]
-    if is_wrong and not reasons and case.subject.plan.microbatches > 1 and not case.subject.is_distributed:
-        reasons.append(
-            "with n_microbatches=1 the stages see the whole batch: if they agree then, the model or the loss does more "
-            "than treat each sample by itself and take the mean"
-        )
-    return *reasons, *_left_out(case)
-
-
-def _reasons_to_differ(case: _Circumstances) -> Iterator[str]:
-    """Why cut and uncut may differ although both are right."""
-    count, is_distributed = case.subject.plan.microbatches, case.subject.is_distributed
-    if case.is_random and (count > 1 or is_distributed):
-        yield (
-            "the model draws random numbers (dropout in training mode?), and the stages draw others: call eval() on "
-            f"the model and on the stages{'' if is_distributed else ', or pass n_microbatches=1'}"
-        )
-    normalising = [name for name, part in case.model.named_modules() if isinstance(part, _BatchNorm) and part.training]
-    if normalising and count > 1:
-        yield (
-            f"{listed(map(repr, normalising), _SHOWN)} normalise by the batch, and have {count} microbatches instead "
-            "of it: call eval() "
-            "on the model and on the stages, or pass n_microbatches=1"
-        )
-
-
-def _sum_of_losses(case: _Circumstances) -> Iterator[str]:
-    count, cut, uncut = case.subject.plan.microbatches, case.cut.loss, case.uncut.loss
-    if case.scales_gradients and count > 1 and cut and uncut and abs(uncut / cut / count - 1) < 0.1:
-        yield (
-            f"the loss of the uncut model is {uncut / cut:.3g} times that of the stages, with {count} microbatches: "
-            "if loss_fn sums over the samples, pass scale_grads=False to verify() and to the schedule"
-        )
-
-
-def _left_out(case: _Circumstances) -> Iterator[str]:
-    if case.uncut.loss is None:
-        yield "without a loss_fn the backward pass is not compared"
-    if case.uncut.updated and case.subject.plan.microbatches > 1:
-        yield (
-            "buffers that are updated once a microbatch are not compared: "
-            f"{listed(map(repr, case.uncut.updated), _SHOWN)}"
-        )
+from .runs import SavedState, StepInputs, StepResult, run_cut, run_uncut
+from .stages import (
+    Naming,
+    PlannedStages,
+    ScheduleRequest,
+    Stages,
+    match_buffers,
+    match_parameters,
+    planned_stages,
+)
 
 
 def verify(
@@ -104,9 +48,9 @@ def verify(
     loss_kwargs: Mapping[str, Any] | None = None,
     **schedule_options: Any,
 ) -> Verification:
-    """Run one training step of the stages, and one of the uncut model, and compare all that comes out.
+    """Run one training step of the stages and one of the uncut model, and compare all of their results.
 
-    That is the loss, the outputs, the gradient of every parameter by name and the norm of them all, gradients of
+    These are the loss, the outputs, the gradient of every parameter by name and the norm of them all, gradients of
     arguments, and buffers. The result lists the differences, the worst first: print it. With `check`, a difference
     beyond the tolerance is raised as a VerificationError, which has the same table. Without a `loss_fn` only the
     forward pass is compared. Weights, gradients, buffers, modes and random numbers are left as they were. Keyword
@@ -134,27 +78,27 @@ def verify(
     (True, ['0.bias', '0.weight', '2.bias', '2.weight'])
     """
     _check(model, args, loss_fn, target)
-    task = Task((tuple(args), kwargs or {}), target, loss_fn, loss_kwargs or {})
+    inputs = StepInputs((tuple(args), kwargs or {}), target, loss_fn, loss_kwargs or {})
     specs = (schedule_options.get("args_chunk_spec"), schedule_options.get("kwargs_chunk_spec"))
-    subject = subject_of(pipe_or_stages, task.call, Request(schedule, n_microbatches, ranks, specs))
-    if loss_fn is not None and not subject.plan.training:
-        raise InputError(f"{subject.plan.name} has no backward pass: leave out loss_fn, and the outputs are compared")
-    holdings = agreed(subject, model, task, lambda: match_names(subject.stages, model, names))
-    kept = Kept([model, *(stage.submod for stage in subject.stages)])
+    stages = planned_stages(pipe_or_stages, inputs.call, ScheduleRequest(schedule, n_microbatches, ranks, specs))
+    if loss_fn is not None and not stages.plan.training:
+        raise InputError(f"{stages.plan.name} has no backward pass: leave out loss_fn, and the outputs are compared")
+    held = prepare_on_all_ranks(stages, model, inputs, lambda: match_parameters(stages.stages, model, names))
+    state = SavedState([model, *(stage.submod for stage in stages.stages)])
     try:
-        kept.begin()
-        uncut = run_uncut(model, task.fresh(), subject.stages[0].select_output)
-        is_random = kept.drew_random_numbers()
-        kept.begin()
-        cut = run_cut(subject, task.fresh(), schedule_options, match_buffers(subject.stages, model))
-        tolerance = tolerance_for(_dtypes(model, uncut.output), subject.stages[0].device.type, rtol, atol)
-        evidence = evidence_of(subject, cut, uncut, holdings, tolerance)
+        state.begin()
+        uncut = run_uncut(model, inputs.copied(), stages.stages[0].select_output)
+        is_random = state.drew_random_numbers()
+        state.begin()
+        cut = run_cut(stages, inputs.copied(), schedule_options, match_buffers(stages.stages, model))
+        tolerance = tolerance_for(_dtypes(model, uncut.output), stages.stages[0].device.type, rtol, atol)
+        found = compare_steps(stages, cut, uncut, held, tolerance)
     finally:
-        kept.restore()
-    differences = by_badness(conclusions(gathered(evidence, subject), uncut, tolerance))
-    case = _Circumstances(subject, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
-    notes = _notes_on(case, is_wrong=any(not difference.ok for difference in differences))
-    verification = Verification(_title(model, subject), differences, notes, str(tolerance))
+        state.restore()
+    differences = by_badness(all_differences(gather(found, stages), uncut, tolerance))
+    step = _ComparedSteps(stages, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
+    notes = _notes_on(step, is_wrong=any(not difference.ok for difference in differences))
+    verification = Verification(_title(model, stages), differences, notes, str(tolerance))
     if check:
         verification.raise_if_wrong()
     return verification
@@ -181,7 +125,71 @@ def _dtypes(model: nn.Module, output: Any) -> set[torch.dtype]:
     return {tensor.dtype for tensor in (*model.parameters(), *leaves) if isinstance(tensor, Tensor)}
 
 
-def _title(model: nn.Module, subject: Subject) -> str:
-    plan = subject.plan
+def _title(model: nn.Module, stages: PlannedStages) -> str:
+    plan = stages.plan
     sizes = f"stages={plan.stages}, ranks={plan.ranks}, microbatches={plan.microbatches}"
-    return f"{type(model).__name__} by {plan.name} with {sizes}{'' if subject.is_distributed else ', in one process'}"
+    return f"{type(model).__name__} by {plan.name} with {sizes}{'' if stages.is_distributed else ', in one process'}"
+
+
+# ---------------------------------------------------------------- notes: reasons why cut and uncut may differ
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _ComparedSteps:
+    """Both steps, and the options that notes mention."""
+
+    stages: PlannedStages
+    model: nn.Module
+    cut: StepResult
+    uncut: StepResult
+    is_random: bool  # the uncut model drew random numbers
+    scales_gradients: bool
+
+
+def _notes_on(step: _ComparedSteps, *, is_wrong: bool) -> tuple[str, ...]:
+    """Return what a reader of the report should know."""
+    reasons = [*_reasons_to_differ(step), *(_sum_of_losses(step) if is_wrong else ())]
+    if is_wrong and not reasons and step.stages.plan.microbatches > 1 and not step.stages.is_distributed:
+        reasons.append(
+            "with n_microbatches=1 the stages see the whole batch: if they agree then, the model or the loss does more "
+            "than treat each sample by itself and take the mean"
+        )
+    return *reasons, *_left_out(step)
+
+
+def _reasons_to_differ(step: _ComparedSteps) -> Iterator[str]:
+    """Yield reasons for which cut and uncut may differ although both are right."""
+    count, is_distributed = step.stages.plan.microbatches, step.stages.is_distributed
+    if step.is_random and (count > 1 or is_distributed):
+        yield (
+            "the model draws random numbers (dropout in training mode?), and the stages draw others: call eval() on "
+            f"the model and on the stages{'' if is_distributed else ', or pass n_microbatches=1'}"
+        )
+    normalising = [name for name, part in step.model.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    if normalising and count > 1:
+        yield (
+            f"{listed(map(repr, normalising), _SHOWN)} normalise by the batch, and have {count} microbatches instead "
+            "of it: call eval() "
+            "on the model and on the stages, or pass n_microbatches=1"
+        )
+
+
+def _sum_of_losses(step: _ComparedSteps) -> Iterator[str]:
+    count, cut, uncut = step.stages.plan.microbatches, step.cut.loss, step.uncut.loss
+    if step.scales_gradients and count > 1 and cut and uncut and abs(uncut / cut / count - 1) < 0.1:
+        yield (
+            f"the loss of the uncut model is {uncut / cut:.3g} times that of the stages, with {count} microbatches: "
+            "if loss_fn sums over the samples, pass scale_grads=False to verify() and to the schedule"
+        )
+
+
+def _left_out(step: _ComparedSteps) -> Iterator[str]:
+    if step.uncut.loss is None:
+        yield "without a loss_fn the backward pass is not compared"
+    if step.uncut.updated and step.stages.plan.microbatches > 1:
+        yield (
+            "buffers that are updated once a microbatch are not compared: "
+            f"{listed(map(repr, step.uncut.updated), _SHOWN)}"
+        )

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecut import InputError, PipeError, PipelineStage, SplitPoint, pipeline
-from pipecut.launcher.launch import launch
+from pipecut.launcher import launch
 from pipecut.schedule import plan_for, schedule_names
 from pipecut.verification.compare import Tolerance, compare_tensors, compare_values, tolerance_for
 from pipecut.verification.report import Difference, Verification, VerificationError, by_badness
-from pipecut.verification.runs import Kept
+from pipecut.verification.runs import SavedState
 from pipecut.verification.verify import verify
 from tests.support.limits import WORK
 
@@ -129,7 +129,7 @@ def test_a_module_keeps_its_buffers_when_a_forward_replaces_them() -> None:
 
     module = Counts()
     buffer = module.count
-    kept = Kept([module])
+    kept = SavedState([module])
     module(torch.ones(1))
     assert module.count.item() == 1
     kept.restore()

@@ -1,4 +1,4 @@
-"""What is verified: the stages of this process, and the plan by which they run."""
+"""The stages of this process, the plan by which they run, and the names of their parameters in the model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Stages and a plan. Without torch.distributed these are all stages; with it those of this rank."""
+class PlannedStages:
+    """Stages and a plan: all stages without torch.distributed, and with it those of this rank."""
 
     stages: list[PipelineStage]
     plan: Plan
@@ -35,12 +35,12 @@ class Subject:
 
     @property
     def has_output(self) -> bool:
-        """Whether the output of the model comes out in this process."""
+        """True if this process has the output of the model."""
         return not self.is_distributed or self._holds(self.plan.stages - 1)
 
     @property
     def has_input(self) -> bool:
-        """Whether the arguments of the model go in in this process."""
+        """True if this process takes the arguments of the model."""
         return not self.is_distributed or self._holds(0)
 
     def _holds(self, stage: int) -> bool:
@@ -48,8 +48,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Request:
-    """The schedule that was asked for."""
+class ScheduleRequest:
+    """The requested schedule."""
 
     schedule: str | type | Plan
     microbatches: int | None
@@ -57,8 +57,8 @@ class Request:
     specs: tuple[Any, Any]
 
 
-def subject_of(given: Stages, call: Call, request: Request) -> Subject:
-    """The stages that this process runs, built if a Pipe is given."""
+def planned_stages(given: Stages, call: Call, request: ScheduleRequest) -> PlannedStages:
+    """Return the stages that this process runs, built if a Pipe is given, and their plan."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     stages = _listed(given)
     group = stages[0].group if stages else None
@@ -66,7 +66,7 @@ def subject_of(given: Stages, call: Call, request: Request) -> Subject:
     plan = _plan(given, stages, total, call, request, dist.get_world_size(group) if is_distributed else None)
     here = plan.placement.stages_of[dist.get_rank(group)] if is_distributed else range(total)
     built = [_built(given, index, call) for index in here] if isinstance(given, Pipe) else _chosen(stages, here, total)
-    return Subject(built, plan, is_distributed)
+    return PlannedStages(built, plan, is_distributed)
 
 
 def _listed(given: Stages) -> list[PipelineStage]:
@@ -82,7 +82,7 @@ def _listed(given: Stages) -> list[PipelineStage]:
 
 
 def _chosen(stages: Sequence[PipelineStage], here: Sequence[int], total: int) -> list[PipelineStage]:
-    """Those that run in this process."""
+    """Return those that run in this process."""
     missing = sorted(set(here) - {stage.stage_index for stage in stages})
     if not missing:
         return [stage for stage in stages if stage.stage_index in here]
@@ -95,7 +95,7 @@ def _chosen(stages: Sequence[PipelineStage], here: Sequence[int], total: int) ->
 
 
 def _plan(
-    given: Stages, stages: Sequence[PipelineStage], total: int, call: Call, request: Request, world: int | None
+    given: Stages, stages: Sequence[PipelineStage], total: int, call: Call, request: ScheduleRequest, world: int | None
 ) -> Plan:
     if isinstance(request.schedule, Plan):
         if request.microbatches not in (None, request.schedule.microbatches):
@@ -122,14 +122,13 @@ def _built(pipe: Pipe, index: int, call: Call) -> PipelineStage:
 
 
 def _device_of(module: nn.Module, call: Call) -> torch.device:
-    """Where a module is, so that it stays there; one without tensors is where the data is."""
+    """Return the device of a module, where it stays; for one without tensors that of the data."""
     leaves, _ = flatten(call)
     here = (tensor for tensor in (*module.parameters(), *module.buffers(), *leaves) if isinstance(tensor, Tensor))
     return next((tensor.device for tensor in here), torch.device("cpu"))
 
 
-# MERGED: Which parameter of the model each parameter of a stage is.
-
+# ------------------------------------------------------------------------------------ names of parameters and buffers
 
 Naming = Callable[[int, str], str]  # stage, name in its module -> name in the model
 
@@ -138,7 +137,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldParameter:
     """A parameter that a stage holds, under its name in the model."""
 
     stage: int
@@ -147,7 +146,7 @@ class Holding:
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:
-    """All names of parameters, each with the first name of the same parameter: tied ones have several."""
+    """Return all names of parameters, each with the first name of the same parameter: tied ones have several."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -155,19 +154,19 @@ def _parameter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def match_names(stages: Sequence[PipelineStage], model: nn.Module, names: Naming | None) -> list[Holding]:
-    """The parameters of the stages by their names in the model; one that several stages hold is listed once.
+def match_parameters(stages: Sequence[PipelineStage], model: nn.Module, names: Naming | None) -> list[HeldParameter]:
+    """Return the parameters of the stages by their names in the model; one that several stages hold is listed once.
 
-    A stage holds the model's own parameters, or copies of them under the same names. Copies must have the same values:
-    so a parameter cannot be taken for another one that has its name.
+    A stage holds the model's own parameters, or copies of them under the same names. Copies must have the same values,
+    so that a parameter is not taken for another one with its name.
     """
     matcher = _Matcher(model, names)
-    found: dict[int, Holding] = {}
+    found: dict[int, HeldParameter] = {}
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
-            holding = matcher.match(stage.stage_index, name, parameter)
-            if holding is not None:
-                found.setdefault(id(parameter), holding)
+            held = matcher.match(stage.stage_index, name, parameter)
+            if held is not None:
+                found.setdefault(id(parameter), held)
     matcher.raise_faults()
     return list(found.values())
 
@@ -176,7 +175,7 @@ BufferPlace = tuple[int, str]  # stage, name in its module
 
 
 def match_buffers(stages: Sequence[PipelineStage], model: nn.Module) -> dict[BufferPlace, str]:
-    """The buffers of the stages that are buffers of the model, or have the names of some, by their names there."""
+    """Return the names in the model of those buffers of the stages that are its buffers, or have the names of some."""
     named = dict(model.named_buffers(remove_duplicate=False))
     by_identity = {id(buffer): name for name, buffer in reversed(named.items())}
     found: dict[BufferPlace, str] = {}
@@ -203,15 +202,15 @@ class _Matcher:
         self.by_identity = {id(parameter): self.canonical[name] for name, parameter in self.parameters.items()}
         self.faults: list[str] = []
 
-    def match(self, stage: int, name: str, parameter: Tensor) -> Holding | None:
+    def match(self, stage: int, name: str, parameter: Tensor) -> HeldParameter | None:
         known = self.by_identity.get(id(parameter))
         if known is not None:
-            return Holding(stage, known, parameter)
+            return HeldParameter(stage, known, parameter)
         fault = self._fault(stage, name, parameter)
         if fault:
             self.faults.append(fault)
             return None
-        return Holding(stage, self.canonical[self._name(stage, name)], parameter)
+        return HeldParameter(stage, self.canonical[self._name(stage, name)], parameter)
 
     def _name(self, stage: int, name: str) -> str:
         return _unwrapped(name) if self.names is None else self.names(stage, name)
