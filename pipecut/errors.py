@@ -14,7 +14,7 @@ class PipeError(Exception):
 
 
 class TraceError(PipeError, RuntimeError):
-    """The model could not be traced. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
+    """The model could not be traced; also a RuntimeError."""
 
 
 class SplitError(PipeError, ValueError):
@@ -58,7 +58,7 @@ class AbsentTensorError(PipeError, AttributeError):
 
 
 class ExampleError(InputError, RuntimeError):
-    """Example arguments that are no call. It is a RuntimeError too, as torch.distributed.pipelining raises one."""
+    """Example arguments that are no call; also a RuntimeError, as for any model that could not be traced."""
 
 
 class StageRunError(PipeError):
@@ -87,11 +87,11 @@ class DisagreementError(PipeError):
 
 
 class MissingTargetError(InputError, RuntimeError):
-    """There is no target for the loss. It is a RuntimeError too, as with the peer."""
+    """There is no target for the loss; also a RuntimeError, since it depends on the rank and is found in the step."""
 
 
 class LossesError(InputError, TypeError):
-    """What is to be filled with losses is no list. It is a TypeError too, as with the peer."""
+    """`losses=` is no list; also a TypeError."""
 
 
 class UnknownOpError(PlanError, RuntimeError):
@@ -115,7 +115,7 @@ class StageMetadataError(PipeError, RuntimeError):
 
 
 class TooFewSamplesError(InputError, AssertionError):
-    """Fewer samples than microbatches. It is an AssertionError too, as with the peer."""
+    """Fewer samples than microbatches; also an AssertionError, for callers that catch that."""
 
 
 class PlacementError(InputError, AssertionError):
@@ -131,15 +131,15 @@ class NoSuchDimError(InputError, IndexError):
 
 
 class NothingToMergeError(InputError, IndexError):
-    """No chunks. It is an IndexError too, as with the peer."""
+    """There are no chunks to merge; also an IndexError."""
 
 
 class SpecCountError(InputError, AssertionError):
-    """Not as many specs as arguments. It is an AssertionError too, as with the peer."""
+    """Not as many specs as arguments; also an AssertionError, for callers that catch that."""
 
 
 class GroupSizeError(InputError, RuntimeError):
-    """A group with ranks that would have no stage. It is a RuntimeError too, as with the peer."""
+    """A group with ranks that would have no stage; also a RuntimeError."""
 
 
 class StepMetadataError(StepError, StageMetadataError):

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 ON_TOP = ("api", "pipe", "planning", "verification", "launcher", "compat", "")
 WITHOUT_TORCH = "schedule"
 MOST_FILES, MOST_LINES = 200, 420
+UPSTREAM = re.compile(r"pipelining|peer_|[Tt]he peer's\b|[Aa]s with the peer\b|written for the peer\b")
 HEADLESS = re.compile(r"(What|Which|Whether|How|Where|When|Why|Who|Whose)\b")
 
 
@@ -217,6 +218,14 @@ def torch_faults(sources: dict[str, Source]) -> Iterator[Fault]:
                 yield Fault(source.file, line, f"{verb} {name}", "pipecut stands on its own, not on torch's pipelining")
 
 
+def upstream_inside(sources: dict[str, Source]) -> Iterator[Fault]:
+    """Words for torch.distributed.pipelining outside of compat."""
+    for source in sources.values():
+        for number, line in enumerate(source.text.splitlines(), 1) if room_of(source.module) != "compat" else ():
+            for word in UPSTREAM.findall(line):
+                yield Fault(source.file, number, f"says {word}", "compat alone knows torch.distributed.pipelining")
+
+
 def first_lines(sources: dict[str, Source]) -> Iterator[Fault]:
     """Files that do not open with a sentence."""
     for source in sources.values():
@@ -257,6 +266,7 @@ RULES: list[Rule] = [
     private_names,
     names_without_users,
     torch_faults,
+    upstream_inside,
     first_lines,
     headless_docstrings,
     sizes,
@@ -297,6 +307,13 @@ def faults_of(tmp_path: Path, files: dict[str, str], rules: list[Rule]) -> list[
         for new in {path, door} - {door} if door.exists() else {path, door}:
             new.write_text('"""A file."""\n' + (f"{code}\n" if new == path else ""), encoding="utf-8")
     return [str(fault) for fault in find_faults(package, rules)]
+
+
+@pytest.mark.parametrize("line", ["# as in torch.distributed.pipelining", "peer_action = 1", '"""As with the peer."""'])
+def test_upstream_is_known_to_compat_alone(tmp_path: Path, line: str) -> None:
+    (fault,) = faults_of(tmp_path, {"run/mail.py": line, "compat/stage.py": line}, [upstream_inside])
+    assert fault.startswith("pipecut/run/mail.py:2: says ")
+    assert faults_of(tmp_path, {"run/mail.py": "peer = rank_of[other_stage]"}, [upstream_inside]) == []
 
 
 IMPORT_RULES: list[Rule] = [forbidden_imports, torch_faults]

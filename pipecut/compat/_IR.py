@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining._IR over pipecut's pipes."""  # noqa: N999 (the peer's name)
+"""torch.distributed.pipelining._IR over pipecut's pipes."""  # noqa: N999 (upstream's name)
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PP_SUBMOD_PREFIX = "submod_pp"
 
 
 class Pipe(OwnPipe, ReplacedAttributes):
-    """A cut model whose call returns a flat tuple, and takes what was traced by keyword by position too."""
+    """A cut model whose call returns a flat tuple, and also takes by position what was traced by keyword."""
 
     has_loss_and_backward: ClassVar[bool] = False
 
@@ -71,23 +71,23 @@ class Pipe(OwnPipe, ReplacedAttributes):
         super().print_readable()
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages by the model's names, without the peer's `split_gm.submod_pp_0.` before them."""
+        """Yield the parameters of all stages by the model's names, without upstream's `split_gm.submod_pp_0.`."""
         yield from _once(prefix, (pair for stage in self.stages for pair in stage.named_parameters(recurse=recurse)))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of all stages."""
+        """Yield the parameters of all stages."""
         yield from (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of all stages, by the model's names."""
+        """Yield the buffers of all stages, by the model's names."""
         yield from _once(prefix, (pair for stage in self.stages for pair in stage.named_buffers(recurse=recurse)))
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The buffers of all stages."""
+        """Yield the buffers of all stages."""
         yield from (buffer for _, buffer in self.named_buffers(recurse=recurse))
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """What the stages hold, by the model's names: as the state dict of the model."""
+        """Return the state of all stages by the model's names, as the state dict of the model."""
         found: dict[str, Any] = {}
         for stage in self.stages:
             found |= stage.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -108,7 +108,7 @@ class Pipe(OwnPipe, ReplacedAttributes):
             )
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of one stage."""
+        """Return the module of one stage."""
         return super().get_stage_module(stage_idx)
 
     @staticmethod
@@ -118,7 +118,7 @@ class Pipe(OwnPipe, ReplacedAttributes):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: SplitPolicy | None = None,
     ) -> Pipe:
-        """The model, cut at its marks or where a policy puts them."""
+        """Cut a model at its marks, or where a policy puts them."""
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
 
@@ -126,7 +126,7 @@ T = TypeVar("T")
 
 
 def _once(prefix: str, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """What several stages hold, only once."""
+    """Yield each value once, also if several stages hold it."""
     seen: set[int] = set()
     for name, value in pairs:
         if id(value) not in seen:
@@ -155,12 +155,12 @@ def pipeline(
 
 
 def get_submod_name(stage_idx: int) -> str:
-    """The name that the peer gives to a stage's module."""
+    """Return upstream's name for the module of a stage."""
     return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
 class MultiUseParameterConfig(Enum):
-    """How the peer treats a parameter of several stages; here it is one parameter, whose gradients are summed."""
+    """Treatment of a parameter of several stages by upstream; here it is one parameter, whose gradients are summed."""
 
     TRANSMIT = 1
     REPLICATE = 2
@@ -174,7 +174,7 @@ class PipeSequential(nn.Sequential):
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """The same modules."""
+        """Make one of the same modules."""
         return PipeSequential(*sequential_instance)
 
     def forward(self, input: Any) -> Any:
@@ -198,7 +198,7 @@ class LossWrapper(nn.Module):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """The loss of the output and the targets."""
+    """Returns the loss of the output and the targets."""
 
     loss_spec = True
 
@@ -226,7 +226,7 @@ _direct_serialization_reduce = replaced("_direct_serialization_reduce", _TRACED)
 _pipe_split = replaced("_pipe_split", "call pipe_split()")
 aten_pipe_split_alias = replaced("aten_pipe_split_alias", "call pipe_split()")
 
-# What the peer's module has by its imports.
+# Names that upstream's module has by its imports.
 logger = logging.getLogger(__name__)
 _PipelineStage = _stage._PipelineStage
 _outline_submodules = _unflatten._outline_submodules

@@ -29,7 +29,7 @@ ScheduleLoopedBFS = schedules.ScheduleLoopedBFS
 ScheduleZBVZeroBubble = schedules.ScheduleZBVZeroBubble
 _ScheduleForwardOnly = schedules._ScheduleForwardOnly
 
-# The peer's, and no more: `from torch.distributed.pipelining import *` must not overwrite a user's `stage`.
+# Upstream's, and no more: `from torch.distributed.pipelining import *` must not overwrite a user's `stage`.
 __all__ = [
     "Pipe",
     "PipelineStage",

@@ -1,4 +1,4 @@
-"""python -m pipecut.compat script.py args...: run a script, or -m module, with pipecut in the peer's place."""
+"""Command line: `python -m pipecut.compat script.py args...` runs a script, or -m module, with pipecut for upstream."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnlikeGradientsError(PipeError, AssertionError):
-    """Gradients are not built like the outputs that they belong to. It is an AssertionError, as for the peer."""
+    """Gradients are not built like the outputs that they belong to; also an AssertionError, as with upstream."""
 
 
 def stage_backward(
@@ -28,7 +28,7 @@ def stage_backward(
     input_values: Sequence[Any],
     outputs_with_grads_idxs: list[int] | None = None,
 ) -> Gradients:
-    """The gradients of the inputs; those of the parameters are added to their `.grad`."""
+    """Return the gradients of the inputs; those of the parameters are added to their `.grad`."""
     outputs, grads = _paired(stage_output, output_grads, outputs_with_grads_idxs)
     return full_backward(outputs, grads, input_values)
 
@@ -39,7 +39,7 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterable[Tensor],
 ) -> tuple[Gradients, list[dict[str, Any]]]:
-    """The gradients of the inputs, also in their `.grad`, and what `stage_backward_weight` takes."""
+    """Return the gradients of the inputs, also set as their `.grad`, and the groups for `stage_backward_weight`."""
     parameters = [weight for weight in weights if weight.requires_grad]
     outputs, grads = _paired(stage_outputs_or_loss, output_grads, None)
     # The backward takes the inputs' `.grad` away, so what was there is kept from before.
@@ -54,7 +54,7 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterable[Tensor], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> Gradients:
-    """Add the gradients that were left to the parameters' `.grad`; returns what was there before, as the peer does."""
+    """Add the remaining gradients to the parameters' `.grad`; return the ones before, as upstream does."""
     before = tuple(weight.grad for weight in weights)
     for group in param_groups:
         finish(group)
@@ -62,7 +62,7 @@ def stage_backward_weight(
 
 
 def _paired(outputs: Any, grads: Any, chosen: list[int] | None) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors of an output, however nested, and the gradient of each; None for all stands for one None each."""
+    """Return the tensors of a nested output, and the gradient of each; None for all stands for one None each."""
     if not isinstance(outputs, Mapping):
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         grads = [None] * len(outputs) if grads is None else grads if isinstance(grads, tuple | list) else [grads]
@@ -103,7 +103,7 @@ def _described(value: Any) -> str:
 
 
 def groups_of(pending: PendingWeights, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What waits, in the peer's words: one group for each thing that waits, its "grads" open to be overwritten."""
+    """Return pending gradients as upstream's groups: one for each that is pending, whose "grads" may be overwritten."""
     waiting = pending.pending_gradients()
     groups: list[dict[str, Any]] = [
         {"params": parameters, "intermediates": [each], "grads": [(each.gradient,)]} for each in waiting
@@ -116,7 +116,7 @@ def groups_of(pending: PendingWeights, parameters: Sequence[Tensor]) -> list[dic
 
 
 def finish(group: dict[str, Any]) -> None:
-    """Do what waits, with the gradients that the group has now."""
+    """Compute pending gradients, from those that the group has now."""
     for each, grads in zip(group.pop("intermediates"), _summed(group.pop("grads")), strict=False):
         each.gradient = grads
     pending: PendingWeights | None = group.pop("pending", None)

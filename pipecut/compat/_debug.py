@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining._debug: tensors in words."""
+"""torch.distributed.pipelining._debug: tensors as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 
 def friendly_debug_info(v: object) -> str:
-    """A tensor by what it is, and anything else by itself.
+    """Describe a tensor by its shape and dtype, any other value by its text.
 
     >>> import torch
     >>> friendly_debug_info(torch.ones(2))
@@ -21,5 +21,5 @@ def friendly_debug_info(v: object) -> str:
 
 
 def map_debug_info(a: Any) -> Any:
-    """The same for all values in a nested one."""
+    """Describe all values in a nested one."""
     return tree_map(friendly_debug_info, a)

@@ -18,7 +18,7 @@ Chunks: TypeAlias = int | None  # the stages of each rank; None for as many as t
 
 
 class OpKey(NamedTuple):
-    """What tells an action from others."""
+    """Key of an action."""
 
     stage_index: int
     computation_type: Op
@@ -36,7 +36,7 @@ class _ComputationTypeVisual:
 
 action_type_to_color_mapping = {op: _ComputationTypeVisual(look(op).fill, op.name) for op in Op if op in COMPUTE}
 
-# What the peer's module has by its imports.
+# Names that upstream's module has by its imports.
 _Action = UpstreamAction
 _ComputationType = Op
 PipelineScheduleMulti = _schedules.PipelineScheduleMulti
@@ -68,7 +68,7 @@ def get_schedule_ops(
     with_comms: bool = False,
     defer_pp_recv: bool = False,
 ) -> list[UpstreamRow]:
-    """The actions of every rank in a schedule, made without a model or a process group.
+    """Return the actions of every rank in a schedule, made without a model or a process group.
 
     >>> get_schedule_ops("GPipe", 2, 1, add_spacing=True)
     [[0F0, None, None, 0B0], [None, 1F0, 1B0, None]]
@@ -91,7 +91,7 @@ def get_schedule_ops(
 
 
 class StagesPerRankError(InputError, AssertionError):
-    """A schedule that is made for another number of stages a rank. It is an AssertionError too, as with the peer."""
+    """A number of stages per rank that the schedule is not made for; also an AssertionError, as with upstream."""
 
 
 def _refuse_other_chunks(kind: type[_PipelineSchedule], chunks: int) -> None:
@@ -104,7 +104,7 @@ def _refuse_other_chunks(kind: type[_PipelineSchedule], chunks: int) -> None:
 
 
 def add_schedule_op_spacing(schedule: Sequence[Iterable[UpstreamAction | None]]) -> list[UpstreamRow]:
-    """The actions with a None wherever a rank waits, if each takes one step."""
+    """Add a None wherever a rank waits, if every action takes one slot."""
     rows = order_from_upstream(dict(enumerate(schedule)))
     computed = {rank: [action for action in row if action is None or action.is_compute] for rank, row in rows.items()}
     spaced = order_to_upstream(add_bubbles(drop_bubbles(Plan.from_actions(computed))).actions)
@@ -112,7 +112,7 @@ def add_schedule_op_spacing(schedule: Sequence[Iterable[UpstreamAction | None]])
 
 
 def visualize_schedule(schedule: Sequence[Iterable[UpstreamAction | None]], filename: str | None = None) -> None:
-    """Draw the actions of every rank: in a file as SVG, or else here as text."""
+    """Draw the actions of every rank: in a file as SVG, otherwise as text in the terminal."""
     plan = Plan.from_actions(order_from_upstream(dict(enumerate(schedule))))
     if filename is None:
         print(plan.grid())

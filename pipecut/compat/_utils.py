@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining._utils: placements, what is known of tensors, and checks of it."""
+"""torch.distributed.pipelining._utils: placements, metadata of tensors and pipes, and checks of it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class PipeInfo(pipe_ir.PipeInfo, ReplacedAttributes):
 
 
 def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
-    """The rank of each stage: round and round ("loop"), or down and up ("v").
+    """Return the rank of each stage: round and round ("loop"), or down and up ("v").
 
     >>> generate_stage_to_rank_mapping(2, 4, "v")
     {0: 0, 1: 1, 2: 1, 3: 0}
@@ -119,7 +119,7 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
 
 
 def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of each rank that has any."""
+    """Return the stages of each rank that has any."""
     held: dict[int, list[int]] = {}
     for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
         held.setdefault(rank, []).append(stage)
@@ -127,13 +127,13 @@ def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "
 
 
 def flatten_args_detach(args: Any) -> tuple[Any, list[Any]]:
-    """The same value over tensors cut off from their graphs, and its leaves."""
+    """Return the value with its tensors detached from their graphs, and its leaves."""
     detached = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args)
     return detached, tree_flatten(detached)[0]
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
-    """The leaves of a nested value; with `detach` as `flatten_args_detach`."""
+    """Return the leaves of a nested value; with `detach` as `flatten_args_detach`."""
     return flatten_args_detach(args) if detach else tree_flatten(args)[0]
 
 
@@ -142,20 +142,20 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
-    """The shard of this rank of a DTensor; any other tensor as it is."""
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     local: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
     return local.detach() if detach else local
 
 
 def extract_tensor_meta(tensor: Tensor) -> TensorMeta:
-    """What is known of one tensor."""
+    """Return the metadata of a tensor."""
     if not isinstance(tensor, Tensor):
         raise PipeliningMetadataError(f"expected a tensor, got {_kind(tensor)}: pass other values as keyword arguments")
     return _DTensorMeta.from_dtensor(tensor) if is_distributed(tensor) else _TensorMeta.from_tensor(tensor)
 
 
 def extract_tensor_metas(tensors: Any, *, allow_none: bool = False) -> tuple[TensorMeta | None, ...] | None:
-    """What is known of each tensor."""
+    """Return the metadata of each tensor."""
     if tensors is None:
         return None
     for place, tensor in enumerate(tensors):
@@ -175,7 +175,7 @@ def _derive_grad_metas(tensor_metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta
 
 
 def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Tensor | None, ...] | None:
-    """A tensor, or several, as a tuple."""
+    """Return a tensor, or several, as a tuple."""
     return tensors_of(args, "Stage arg", allow_none=allow_none)
 
 
@@ -191,7 +191,7 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """The differences between a tensor and what is expected of it. Whether it needs a gradient does not count."""
+    """Return the differences between a tensor and its expected metadata; `requires_grad` does not count."""
     meta = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
     if type(meta) is not type(expected):
         kind, diff = "Metadata type mismatch", [f"type: expected {type(expected).__name__}, got {type(meta).__name__}"]
@@ -219,7 +219,7 @@ def validate_tensors_metadata(
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """The differences of several tensors."""
+    """Return the differences of several tensors."""
     if len(expected) != len(actual):
         fault = f"{desc}: expected {len(expected)} tensors, got {len(actual)}"
         _tell(fault, fault if warn_on_mismatch else None, raise_on_mismatch)
@@ -247,7 +247,7 @@ def validate_tensors_metadata(
 def validate_static_arg_grad_correspondence(
     stage_index: int, args: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], is_input: bool
 ) -> None:
-    """Refuse gradients that do not belong to the tensors that they are given for."""
+    """Raise on gradients that do not fit the tensors that they are given for."""
     check_gradients(stage_index, args, grads, is_input=is_input)
 
 

@@ -1,8 +1,8 @@
-"""Puts pipecut in the place of torch.distributed.pipelining: in this process, and in those that it starts.
+"""Installation of pipecut in the place of torch.distributed.pipelining, in this process and those that it starts.
 
 A new Python process imports `sitecustomize` from its path, if there is one. The directory `startup` beside this file
 has one that runs the `sitecustomize` that would have been found without it and, if the environment variable
-PIPECUT_COMPAT is set, installs as soon as something imports the peer. `install()` sets the variable and puts the
+PIPECUT_COMPAT is set, installs as soon as something imports upstream. `install()` sets the variable and puts the
 directory first in PYTHONPATH; nothing is written to any disk.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 NAME = "pipelining"
-PEER = f"torch.distributed.{NAME}"
+UPSTREAM = f"torch.distributed.{NAME}"
 VARIABLE = "PIPECUT_COMPAT"
 STARTUP = str(Path(__file__).with_name("startup"))
 MODULES = (
@@ -42,7 +42,7 @@ _attribute: list[object] = []  # that of torch.distributed, if it had one
 def install(*, children: bool = True) -> None:
     """Let `import torch.distributed.pipelining` give pipecut.compat; with `children` in new processes too.
 
-    What was imported from the peer before stays the peer's: install before the imports of a script.
+    Modules that were imported before stay upstream's: install before the imports of a script.
 
     >>> install(children=False)
     >>> import torch.distributed.pipelining as pipelining
@@ -54,13 +54,13 @@ def install(*, children: bool = True) -> None:
 
     package = importlib.import_module("pipecut.compat")
     if not _before:
-        found = [name for name in sys.modules if name == PEER or name.startswith(f"{PEER}.")]
+        found = [name for name in sys.modules if name == UPSTREAM or name.startswith(f"{UPSTREAM}.")]
         _before.update({name: sys.modules.pop(name) for name in found})
-        _before.setdefault(PEER, None)
+        _before.setdefault(UPSTREAM, None)
         _attribute[:] = [getattr(torch.distributed, NAME)] if hasattr(torch.distributed, NAME) else []
-    sys.modules[PEER] = package
+    sys.modules[UPSTREAM] = package
     for name in MODULES:
-        sys.modules[f"{PEER}.{name}"] = importlib.import_module(f"pipecut.compat.{name}")
+        sys.modules[f"{UPSTREAM}.{name}"] = importlib.import_module(f"pipecut.compat.{name}")
     setattr(torch.distributed, NAME, package)
     _remove_finder()
     if children:
@@ -70,7 +70,7 @@ def install(*, children: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Give the peer its place back, in this process and for those to come."""
+    """Give upstream its place back, in this process and for those to come."""
     import torch.distributed
 
     _remove_finder()
@@ -81,7 +81,7 @@ def uninstall() -> None:
         del os.environ["PYTHONPATH"]
     if not _before:
         return
-    for name in [name for name in sys.modules if name == PEER or name.startswith(f"{PEER}.")]:
+    for name in [name for name in sys.modules if name == UPSTREAM or name.startswith(f"{UPSTREAM}.")]:
         del sys.modules[name]
     sys.modules.update({name: module for name, module in _before.items() if module is not None})
     if _attribute:
@@ -92,19 +92,18 @@ def uninstall() -> None:
 
 
 def _home_of_package(paths: Sequence[str]) -> list[str]:
-    """The directory that pipecut is in, for a child that would not find it otherwise."""
+    """Return the directory that pipecut is in, for a child that would not find it otherwise."""
     home = str(Path(__file__).parents[2])
     installed = any(Path(path).resolve() == Path(home) for path in paths)
     return [] if installed or home.endswith("site-packages") else [home]
 
 
 def _remove_finder() -> None:
-    """Stop waiting for the first import of the peer, as a new process does that has not come to it."""
+    """Stop waiting for the first import of upstream, as a new process does that has not come to it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "InstallPipecutWhenImported"]
 
 
-# MERGED: Runs a script as `python script.py` does, and shows its uncaught errors as Python does: from its own
-# MERGED: lines on.
+# ---------------------------------------------------------------------- a script, run as `python script.py` runs it
 
 
 def run_script(script: str) -> None:

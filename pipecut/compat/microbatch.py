@@ -38,14 +38,14 @@ class MergeSpecError(PipeError, ValueError):
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any) -> Any:
-    """One result from those of the microbatches."""
+    """Merge the results of the microbatches into one."""
     if chunks:
         _check_lengths(chunks[0], chunk_spec, "chunk_spec")
     return _merge(chunks, chunk_spec)
 
 
 def _check_lengths(chunk: Any, spec: Any, place: str) -> None:
-    """Refuse a spec with fewer entries, or more, than the value it is for. One spec may stand for a whole value."""
+    """Raise on a spec with fewer or more entries than its value. One spec may stand for a whole value."""
     if isinstance(spec, tuple | list) and isinstance(chunk, tuple | list):
         if len(spec) != len(chunk):
             raise MergeSpecError(f"{place} has {len(spec)} entries, and a chunk has {len(chunk)} there: give one each")
@@ -60,7 +60,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The arguments of each microbatch; fewer microbatches if there are fewer samples, which a step refuses.
+    """Return the arguments of each microbatch; with too few samples fewer microbatches, where a step raises.
 
     >>> split_args_kwargs_into_chunks((torch.arange(2),), None, 4)
     ([(tensor([0]),), (tensor([1]),)], [{}, {}])

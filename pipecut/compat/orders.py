@@ -87,7 +87,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         return stages[0].num_stages if one_stage_each else stages[0].group_size
 
     def _use(self, plan: Plan) -> None:
-        """Begin with the plan of the constructor, and get ready to run it if all that it takes is here."""
+        """Begin with the plan of the constructor, and get ready to run it if all of its stages can run."""
         first = self.stages[0]
         self.plan = plan
         self.rank = first.group_rank
@@ -251,12 +251,12 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         self._order_with_comms = None
 
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
-        """Take the order of a CSV file, one line a rank."""
+        """Take the order of a CSV file, one line per rank."""
         _check_format(format)
         self._prepare_schedule_with_comms(order_to_upstream(load_csv(filename, ragged=True)), format)
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:
-        """Write the order to a CSV file, one line a rank."""
+        """Write the order to a CSV file, one line per rank."""
         orders = {"compute_only": lambda: self.pipeline_order, "compute_comms": lambda: self.pipeline_order_with_comms}
         _check_format(format)
         self._refuse_missing_order(format)
@@ -265,7 +265,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         save_csv(Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches), filename)
 
     def _simulate(self) -> UpstreamOrder:
-        """The order with messages, and a None for every step in which a rank waits."""
+        """Return the order with messages, and a None for every slot in which a rank waits."""
         self._refuse_missing_order("compute_comms")
         kept = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.REDUCE_TIES}
         order = {
@@ -279,7 +279,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
             raise MissingOrderError(_NO_ORDER.format(type(self).__name__))
 
     def _set_plan(self) -> Plan | None:
-        """The plan that was set since it was last asked for."""
+        """Return the plan that was set since the last call, if one was."""
         if self._order_is_read:
             return None
         self._order_is_read = True
@@ -331,10 +331,14 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         return self._arriving(forward=False)
 
     def _arriving(self, *, forward: bool) -> dict[tuple[int, int], list[Any]]:
-        found: dict[tuple[int, int], list[Any]] = {}
-        for executor in self._observer.executors:
-            found |= executor.mail.on_their_way(forward=forward)
-        return found
+        return {
+            (stage, microbatch): [arrival]
+            for executor in self._observer.executors
+            for (source, stage, microbatch), arrival in (
+                executor.mail.activations if forward else executor.mail.gradients
+            ).items()
+            if source not in executor.stages
+        }
 
     def _maybe_compute_loss(
         self,
@@ -344,18 +348,18 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         mb_index: int,
         loss_kwargs: Any = None,
     ) -> None:
-        """Nothing, but a check: the forward of the last stage has made the loss along with its output."""
+        """Check the arguments only: the forward of the last stage has computed the loss along with its output."""
         if stage.is_last:
             stage.refuse_another_output(mb_index, output)
             stage.refuse_other_targets(mb_index, target_mbs)
 
     def _maybe_get_loss(self, stage: UpstreamStage, mb_index: int) -> Tensor | None:
-        """The loss of a microbatch whose forward is done, on the last stage."""
+        """Return the loss of a microbatch whose forward is done, on the last stage."""
         flight = stage.flights.get(mb_index) if stage.is_last else None
         return None if flight is None else flight.loss
 
     def _assert_unsharded(self, stage: UpstreamStage) -> None:
-        """Nothing: a stage waits for its parameters by itself."""
+        """Do nothing: a stage waits for its parameters by itself."""
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("microbatches are run by step() and eval(): pass the whole batch there")

@@ -39,15 +39,15 @@ Order = Mapping[int, Iterable["UpstreamAction | None"]]
 
 
 class ScheduleFaultError(PlanError, AssertionError):
-    """A schedule is not complete or not in order. Also an AssertionError, as with upstream."""
+    """A schedule is incomplete or out of order; also an AssertionError, as with upstream."""
 
 
 class StuckScheduleError(PlanError):
-    """A schedule with messages comes to a point from which no rank can go on."""
+    """A schedule with messages deadlocks."""
 
 
 def unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
-    """One rank's actions with UNSHARD and RESHARD.
+    """Add UNSHARD and RESHARD to one rank's actions.
 
     >>> unshard_reshard([UpstreamAction(0, Op.FORWARD, 0)])
     [0UNSHARD, 0F0, 0RESHARD]
@@ -58,7 +58,7 @@ def unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active
 
 
 def reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
-    """One rank's actions with REDUCE_GRAD right after the last weight gradient of each stage."""
+    """Add REDUCE_GRAD to one rank's actions, right after the last weight gradient of each stage."""
     row = [action for action in row_from_upstream(actions) if action is not None]
     seen: dict[int, int] = {}
     after: dict[int, list[Action]] = {}
@@ -72,12 +72,12 @@ def reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -
 
 
 def merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
-    """One rank's actions, adjacent I and W of one stage and microbatch as B."""
+    """Merge adjacent I and W of one stage and microbatch into B, in one rank's actions."""
     return row_to_upstream(merge_row(row_from_upstream(compute_actions)))
 
 
 def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: int | None = None) -> Plan:
-    """A plan of all ranks' actions, with what is missing in it left for a validation."""
+    """Make a plan of all ranks' actions, without validating it."""
     rows = order_from_upstream(order)
     leaves = [leaf for row in rows.values() for action in row if action is not None for leaf in action.leaves]
     numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
@@ -90,7 +90,7 @@ def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: 
 
 
 def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
-    """All ranks' actions with a SEND and a RECV for what goes from rank to rank; what was passed stays as it is."""
+    """Add a SEND and a RECV for every value that goes from rank to rank; the argument is left as it is."""
     try:
         plan = plan_of(compute_actions, stage_to_rank, num_stages)
         return order_to_upstream(add_transfers(plan, complete=False).actions)
@@ -99,7 +99,7 @@ def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) ->
 
 
 def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> UpstreamOrder:
-    """Every RECV as late as it may be: before what uses it, and, from a higher rank, before the next SEND to it."""
+    """Move every RECV as late as it may be: before its use, and, from a higher rank, before the next SEND to it."""
     deferred = {}
     for rank, row in order_from_upstream(actions).items():
         late: list[Action | None] = []
@@ -116,7 +116,7 @@ def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> UpstreamOrder:
 
 
 def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf) -> list[Action]:
-    """The receives that must come before an action."""
+    """Return the receives that must come before an action."""
     if action.op in SENDS:
         peer = stage_to_rank(action.other_stage)
         return [each for each in waiting if rank < peer and stage_to_rank(each.other_stage) == peer]
@@ -127,7 +127,7 @@ def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf
 
 
 def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
-    """All ranks' actions with a None for every step in which a rank waits. A send is buffered, and arrives at once."""
+    """Add a None for every slot in which a rank waits. A send is buffered, and arrives at once."""
     plan = plan_of(order, stage_to_rank, num_stages)
     unknown = sorted({str(op) for op in plan.ops - COMPUTE - TRANSFERS})
     if unknown:
@@ -149,7 +149,7 @@ def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOr
 
 
 def _ready(plan: Plan, turn: list[Action | None], done: set[Action]) -> set[int]:
-    """The ranks that can do what is their turn; a receive goes along with its send."""
+    """Return the ranks whose next action can run; a receive goes along with its send."""
     ready: set[int] = set()
     for receives in (False, True):
         sent = {each for rank in ready for each in _given_by(turn[rank])}
@@ -162,7 +162,7 @@ def _ready(plan: Plan, turn: list[Action | None], done: set[Action]) -> set[int]
 
 
 def _given_by(action: Action | None) -> set[Action]:
-    """What is there once an action is done: B gives what I and W give."""
+    """Return the actions that count as done once this one is: B gives what I and W give."""
     leaves = () if action is None else action.leaves
     return {leaf._replace(op=given) for leaf in leaves for given in GIVES.get(leaf.op, (leaf.op,))}
 
@@ -170,7 +170,7 @@ def _given_by(action: Action | None) -> set[Action]:
 def validate_schedule(
     actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int, *, training: bool = True
 ) -> dict[int, int]:
-    """The rank of each stage; or an error with every fault of the computations, all that counts here."""
+    """Return the rank of each stage; raise with every fault of the computations, which alone count here."""
     if len(actions) != pp_group_size:
         raise ScheduleFaultError(
             f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}"
@@ -193,7 +193,7 @@ def validate_schedule(
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """A table with a line for each step and a column for each rank.
+    """Return a table with a line for each slot and a column for each rank.
 
     >>> rows = {0: [UpstreamAction(0, Op.FORWARD, 0)], 1: [None, UpstreamAction(1, Op.FORWARD, 0)]}
     >>> print(format_order(rows), end="")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import run as own
 from ..errors import InputError, PlanError, warn
-from ..run import Batch, FamilySchedule
+from ..run import Batch, FamilySchedule, refuse_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
 from . import _utils, passes
@@ -314,7 +314,7 @@ def _get_profiler_function_name(action: UpstreamAction) -> str:
 
 
 def _check_torch_compile_compatibility(stages: Sequence[PipelineStage], schedule_name: str) -> None:
-    own.refuse_compiled(stages, schedule_name)
+    refuse_compiled(stages, schedule_name)
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work | None]:
@@ -335,7 +335,7 @@ def _begin(op: dist.P2POp) -> dist.Work | None:
 
 
 def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work | None]]:
-    """Begin transfers, those with one peer together, in the order of peers; the works by peer."""
+    """Begin transfers, those with one peer together, in the order of peers; return the works by peer."""
     peers = sorted({op.peer for op in p2p_ops})
     return {peer: _batch_p2p([op for op in p2p_ops if op.peer == peer], desc) for peer in peers}
 

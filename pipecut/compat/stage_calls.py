@@ -129,7 +129,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         kwargs: Mapping[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """The forward of a microbatch: on `args` for the first stage, on what arrived for it for others."""
+        """Run the forward of a microbatch: on `args` for the first stage, on what arrived for it for others."""
         if self.driver is not None:
             self._refuse_other_arguments(self.driver, fwd_chunk_id, args, kwargs)
             return self.driver.forward(self, fwd_chunk_id)
@@ -150,7 +150,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The backward of a microbatch: from its loss on the last stage, from what arrived for it on others."""
+        """Run the backward of a microbatch: from its loss on the last stage, from what arrived for it on others."""
         if self.driver is not None:
             self._refuse_another_loss(self.driver, bwd_chunk_id, loss)
             self.driver.backward(self, bwd_chunk_id, weights=full_backward)
@@ -174,7 +174,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
             self.replica.reduce_gradients()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The part of a microbatch's backward that `backward_one_chunk(full_backward=False)` left."""
+        """Run the part of a microbatch's backward that `backward_one_chunk(full_backward=False)` left."""
         if self.driver is not None:
             self.driver.weight_backward(self, bwd_chunk_id)
             return
@@ -201,7 +201,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
             )
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs of a microbatch, once. In a step of a schedule they are on their way already."""
+        """Return the gradients of a microbatch's inputs, once. In a step they are on their way already."""
         if self.is_first:
             raise StageCallError("get_local_bwd_output() is for stages after the first, which has nobody to give to")
         if self.driver is not None:
@@ -228,7 +228,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     # ------------------------------------------------------------------ what is passed in a step
 
     def refuse_another_output(self, microbatch: int, output: Any) -> None:
-        """In a step, the output that a loss is asked for is the one that the forward returned."""
+        """Raise if, in a step, a loss is asked of another output than the forward returned."""
         if self.driver is not None and self.driver.batch.results.get(microbatch) is not output:
             raise StageCallError(
                 f"_maybe_compute_loss() of stage {self.stage_index}, microbatch {microbatch}, "
@@ -237,7 +237,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
             )
 
     def refuse_other_targets(self, microbatch: int, targets: Sequence[Any] | None) -> None:
-        """In a step, the targets that a loss is asked for are those of the step."""
+        """Raise if, in a step, a loss is asked of other targets than those of the step."""
         held = None if self.driver is None else self.driver.batch.targets
         if self.driver is None or targets is None or targets is held:
             return
@@ -304,7 +304,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         self.scale_grads(grad_scale_factor)
 
     def returned(self, flight: Flight) -> Any:
-        """Return what the module returned for a microbatch, or as good as that."""
+        """Return the result of the module for a microbatch, or an equivalent."""
         if self.is_last:
             return self.select_output(flight.result)
         return flight.outputs[0] if len(flight.outputs) == 1 else tuple(flight.outputs)

@@ -1,4 +1,4 @@
-"""What the peer knows of tensors and stages, as values: for code that reads or makes it."""
+"""Metadata of tensors and stages as upstream's classes hold it, for code that reads or makes it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
-        """A tensor like that, whose values mean nothing."""
+        """Make a tensor like that, with undefined values."""
         return self.memory(device).requires_grad_(self._has_gradient())
 
     def memory(self, device: torch.device | str) -> Tensor:
-        """The same without a gradient; of a DTensor, the shard."""
+        """Make the same without a gradient; of a DTensor, the shard."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def _has_gradient(self) -> bool:
@@ -52,11 +52,11 @@ class _TensorMeta:
         return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def as_gradient(self) -> _TensorMeta | None:
-        """What is known of its gradient; None if it has none."""
+        """Return the metadata of its gradient; None if it has none."""
         return dataclasses.replace(self, requires_grad=False) if self.requires_grad else None
 
     def get_diff(self, other: object) -> list[str]:
-        """In what another one differs; whether it needs a gradient does not count."""
+        """Return the differences to another one; `requires_grad` does not count."""
         if not isinstance(other, _TensorMeta):
             return [f"type: expected {type(self).__name__}, got {type(other).__name__}"]
         return self._differences(other, ("shape", "stride", "dtype"))
@@ -68,7 +68,7 @@ class _TensorMeta:
 
 @dataclass(frozen=True)
 class _DTensorMeta(_TensorMeta):
-    """The same of a DTensor: of the shard of this rank, and of the whole."""
+    """Shape, layout and dtype of a DTensor: of this rank's shard, and of the whole."""
 
     global_shape: torch.Size = dataclasses.field(default_factory=torch.Size)
     global_stride: Strides = ()
@@ -93,11 +93,11 @@ class _DTensorMeta(_TensorMeta):
 
     @property
     def mesh_cache_key(self) -> MeshKey:
-        """What a mesh is found by."""
+        """The key by which a mesh is found."""
         return (self.mesh_dim_names, self.mesh_layout)
 
     def to_dtensor(self, device: torch.device | str, mesh: Any) -> Any:
-        """A DTensor like that, whose values mean nothing."""
+        """Make a DTensor like that, with undefined values."""
         from torch.distributed.tensor import DTensor
 
         local, shape, stride = self.memory(device), self.global_shape, self.global_stride
@@ -105,7 +105,7 @@ class _DTensorMeta(_TensorMeta):
         return made.requires_grad_(self._has_gradient())
 
     def as_gradient(self) -> None:
-        """Not known: a gradient may be placed in another way."""
+        """Return None: a gradient may be placed in another way."""
 
     def get_diff(self, other: object) -> list[str]:
         found = super().get_diff(other)
@@ -122,7 +122,7 @@ Metas: TypeAlias = tuple["_TensorMeta | None", ...]
 
 @dataclass
 class _StageMeta:
-    """What is known of the tensors of a stage."""
+    """Metadata of the tensors of a stage."""
 
     inputs: Metas | None = None
     outputs: Metas | None = None
@@ -133,7 +133,7 @@ class _StageMeta:
         return any(metas is not None for metas in (self.inputs, self.outputs, self.input_grads, self.output_grads))
 
     def has_dtensors(self) -> bool:
-        """Whether values are DTensors; what gradients are does not count."""
+        """Return True if an input or an output is a DTensor."""
         return any(isinstance(meta, _DTensorMeta) for metas in (self.inputs, self.outputs) for meta in metas or ())
 
     def is_complete_for_forward(self) -> bool:
@@ -151,14 +151,14 @@ class _StageBackwardMeta:
 
 
 class InferenceMode(Enum):
-    """Whether what is known of a stage was given, or is found out in the first step."""
+    """Source of a stage's metadata: given, or found in the first step."""
 
     STATIC = "static"
     DYNAMIC = "dynamic"
 
     @classmethod
     def needs_dynamic(cls, meta: _StageMeta, stage_has_backward: bool) -> bool:
-        """Whether something must be found out: the gradients of DTensors do not follow from the values."""
+        """Return True if metadata is missing: the gradients of DTensors do not follow from the values."""
         without_gradients = meta.input_grads is None or meta.output_grads is None
         unknown_gradients = stage_has_backward and meta.has_dtensors() and without_gradients
         return unknown_gradients or not meta.is_complete_for_forward()

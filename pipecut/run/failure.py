@@ -27,7 +27,7 @@ BEGIN, END = "before its first action", "after its last action"
 
 
 def step_error(text: str, cause: Exception) -> StepError:
-    """The error to raise for a step that failed here or elsewhere; of a kind that code written for the peer expects."""
+    """Make the error to raise for a step that failed here or elsewhere; a StageMetadataError stays one."""
     kind = StepMetadataError if isinstance(cause, StageMetadataError) else StepError
     return kind(f"the step failed: {text}")
 

@@ -35,21 +35,21 @@ class Mail:
         self.transport = transport
         self.random_numbers = random_numbers
         self.batch = Batch(training=False, samples=[], sizes=[])
-        self._activations: dict[Key, Arrival] = {}
-        self._gradients: dict[Key, Arrival] = {}
+        self.activations: dict[Key, Arrival] = {}  # that have arrived, or will, and were not used yet
+        self.gradients: dict[Key, Arrival] = {}
         self._outgoing: dict[Key, list[Tensor]] = {}
 
     def begin(self, batch: Batch) -> None:
         """Start a step with nothing left of the one before."""
-        self._activations.clear()
-        self._gradients.clear()
+        self.activations.clear()
+        self.gradients.clear()
         self._outgoing.clear()
         self.batch = batch
 
     def take(self, source: int, target: int, microbatch: int) -> list[Any]:
         """The values of a parcel, ready to be differentiated."""
         metas = self.metas((source, target), microbatch)
-        parcel = self._activations.pop((source, target, microbatch), None)
+        parcel = self.activations.pop((source, target, microbatch), None)
         values = self._local_roots(target, microbatch) if parcel is None else parcel.wait()
         self.random_numbers.arrived(target, microbatch, values[len(metas) :])
         training = self.batch.training
@@ -61,7 +61,7 @@ class Mail:
     def wait_for(self, action: Action) -> None:
         """Wait until everything is here that a computation needs."""
         for leaf in action.leaves:
-            waiting = self._activations if leaf.op is Op.FORWARD else self._gradients
+            waiting = self.activations if leaf.op is Op.FORWARD else self.gradients
             for key in [key for key in waiting if key[1:] == (leaf.stage, leaf.microbatch)]:
                 waiting[key] = Ready(waiting[key].wait())
 
@@ -86,7 +86,7 @@ class Mail:
         key = (source, target, microbatch)
         if self.rank_of[target] == self.transport.rank:
             self._describe(key, parcel)
-            self._activations[key] = Ready([tensor.detach() for tensor in parcel])
+            self.activations[key] = Ready([tensor.detach() for tensor in parcel])
         else:
             self._outgoing[key] = parcel
 
@@ -141,7 +141,7 @@ class Mail:
         microbatch = number(action)
         forward = action.op is Op.RECV_F
         ends = (action.other_stage, action.stage) if forward else (action.stage, action.other_stage)
-        waiting = self._activations if forward else self._gradients
+        waiting = self.activations if forward else self.gradients
         key = (action.other_stage, action.stage, microbatch)
         if key in waiting:
             return
@@ -156,15 +156,6 @@ class Mail:
             arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
             waiting[key] = WholeTensors(arrival, joints) if joints else arrival
 
-    def on_their_way(self, *, forward: bool) -> dict[tuple[int, int], list[Arrival]]:
-        """The parcels from other ranks that were posted and not yet used, by stage and microbatch."""
-        waiting = self._activations if forward else self._gradients
-        return {
-            (stage, microbatch): [arrival]
-            for (source, stage, microbatch), arrival in waiting.items()
-            if self.rank_of[source] != self.transport.rank
-        }
-
     def size_of(self, action: Action) -> int | None:
         """The bytes that will arrive, if that is known."""
         ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
@@ -175,13 +166,13 @@ class Mail:
         """Gradients for the stage that made the values: kept for their send, or given to a stage of this rank."""
         key = (stage, source, microbatch)
         if self.rank_of[source] == self.transport.rank:
-            self._gradients[key] = Ready(parcel)
+            self.gradients[key] = Ready(parcel)
         else:
             self._outgoing[key] = parcel
 
     def take_gradients(self, user: int, stage: int, microbatch: int) -> list[Tensor] | None:
         """The gradients that a user of a stage's values gives back, if there are any."""
-        parcel = self._gradients.pop((user, stage, microbatch), None)
+        parcel = self.gradients.pop((user, stage, microbatch), None)
         return None if parcel is None else parcel.wait()
 
 

@@ -1,4 +1,4 @@
-"""Runs when a Python process starts with this directory in PYTHONPATH: lets pipecut.compat be imported as the peer.
+"""Start-up of a Python process with this directory in PYTHONPATH: lets pipecut.compat be imported for upstream.
 
 It waits for the first import of torch.distributed.pipelining, for most processes never need torch.
 """
@@ -30,7 +30,7 @@ class InstallPipecutWhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loa
 
 
 def _run_the_next_one() -> None:
-    """The sitecustomize that this one hides."""
+    """Run the sitecustomize that this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = [path for path in sys.path if os.path.abspath(path or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
