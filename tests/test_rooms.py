@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.package_source import Source, read_sources
 
@@ -31,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 # These stand on top of the rooms above, and may use each other as long as there is no cycle.
 ON_TOP = ("api", "pipe", "planning", "verification", "launcher", "compat", "")
 WITHOUT_TORCH = "schedule"
+PRIVATE_TORCH = "torch_internals"
 MOST_FILES, MOST_LINES = 200, 420
 UPSTREAM = re.compile(r"pipelining|peer_|[Tt]he peer's\b|[Aa]s with the peer\b|written for the peer\b")
 HEADLESS = re.compile(r"(What|Which|Whether|How|Where|When|Why|Who|Whose)\b")
@@ -226,6 +230,52 @@ def upstream_inside(sources: dict[str, Source]) -> Iterator[Fault]:
                 yield Fault(source.file, number, f"says {word}", "compat alone knows torch.distributed.pipelining")
 
 
+def private_torch(sources: dict[str, Source]) -> Iterator[Fault]:
+    """Names of torch with an underscore, and unittest.mock, outside of torch_internals."""
+    for source in sources.values():
+        if room_of(source.module) == PRIVATE_TORCH:
+            continue
+        touched = [(entry.line, "imports", entry.name) for entry in source.imports]
+        touched += [(line, "uses", name) for line, name in source.attribute_uses()]
+        named = {line for line, _, name in touched if is_private_torch(name)}
+        touched += [(line, "uses", name) for line, name in torch_attributes(source) if line not in named]
+        for line, verb, name in touched:
+            if is_private_torch(name):
+                yield Fault(source.file, line, f"{verb} {name}", f"only {PRIVATE_TORCH} touches private torch")
+            if name.startswith("unittest.mock"):
+                yield Fault(source.file, line, f"{verb} {name}", "the package does not need mocks")
+
+
+def is_private_torch(name: str) -> bool:
+    root, *parts = name.split(".")
+    return root == "torch" and any(map(re.compile("_[^_]").match, parts))
+
+
+def torch_attributes(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and name of every `value._name`, and `getattr(value, "_name")`, that objects of torch have."""
+    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+    own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self" and node.attr not in own:
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr") and len(node.args) > 1:
+            text = isinstance(node.args[1], ast.Constant | ast.JoinedStr)
+            name = ast.unparse(node.args[1]).lstrip("f").strip("'\"") if text else ""
+        else:
+            continue
+        if name in names_in_torch() or name.startswith(("_saved_", "_raw_saved_")):
+            yield node.lineno, f"torch.{name}"
+
+
+@cache
+def names_in_torch() -> set[str]:
+    """Private attributes of the objects of torch that pipecut meets."""
+    node = torch.ones(1, requires_grad=True).mul(2).grad_fn
+    met: list[Any] = [torch.nn.Module(), torch.ones(1), node, torch.ops.aten.add.Tensor]
+    met += [torch.nn.parallel.DistributedDataParallel, torch.distributed.ProcessGroup, torch.distributed.Reducer]
+    return {"_cdata"} | {name for thing in met for name in dir(thing) if re.match("_[^_]", name)}
+
+
 def first_lines(sources: dict[str, Source]) -> Iterator[Fault]:
     """Files that do not open with a sentence."""
     for source in sources.values():
@@ -267,6 +317,7 @@ RULES: list[Rule] = [
     names_without_users,
     torch_faults,
     upstream_inside,
+    private_torch,
     first_lines,
     headless_docstrings,
     sizes,
@@ -364,6 +415,24 @@ def test_a_forbidden_import_is_found_and_named(tmp_path: Path, file: str, code: 
 )
 def test_an_allowed_import_passes(tmp_path: Path, file: str, code: str) -> None:
     assert faults_of(tmp_path, {file: code}, IMPORT_RULES) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("from torch.export import _trace\n_trace.f()", "torch.export._trace"),
+        ("from torch._export.utils import f", "torch._export.utils.f"),
+        ("import torch.utils._pytree as pytree", "torch.utils._pytree"),
+        ("import torch.export as te\nte._unlift", "torch.export._unlift"),
+        ("def f(module):\n    return module._buffers", "torch._buffers"),
+        ("def f(node, name):\n    return getattr(node, f'_saved_{name}')", "torch._saved_{name}"),
+        ("from unittest.mock import patch", "unittest.mock.patch"),
+    ],
+)
+def test_private_torch_is_in_one_room(tmp_path: Path, code: str, name: str) -> None:
+    (fault, *_) = faults_of(tmp_path, {"split/cost.py": code}, [private_torch])
+    assert re.search(rf"(imports|uses) {re.escape(name)}: \w+", fault)
+    assert faults_of(tmp_path, {"split/cost.py": "", "torch_internals/cost.py": code}, [private_torch]) == []
 
 
 def test_the_message_names_file_line_import_and_rule(tmp_path: Path) -> None:

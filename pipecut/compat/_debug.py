@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from ..torch_internals import pytree
 
 
 def friendly_debug_info(v: object) -> str:
@@ -22,4 +23,4 @@ def friendly_debug_info(v: object) -> str:
 
 def map_debug_info(a: Any) -> Any:
     """Describe all values in a nested one."""
-    return tree_map(friendly_debug_info, a)
+    return pytree.tree_map(friendly_debug_info, a)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from .. import pipe_ir
 from ..errors import InputError
 from ..pipe_ir import Ref, Template, flatten
 from ..schedule import Placement
 from ..stage import check_gradients, is_distributed, tensors_of
+from ..torch_internals import pytree
 from . import tensor_meta
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta
 from .unsupported import ReplacedAttributes
@@ -128,13 +128,13 @@ def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "
 
 def flatten_args_detach(args: Any) -> tuple[Any, list[Any]]:
     """Return the value with its tensors detached from their graphs, and its leaves."""
-    detached = tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args)
-    return detached, tree_flatten(detached)[0]
+    detached = pytree.tree_map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, args)
+    return detached, pytree.tree_flatten(detached)[0]
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
     """Return the leaves of a nested value; with `detach` as `flatten_args_detach`."""
-    return flatten_args_detach(args) if detach else tree_flatten(args)[0]
+    return flatten_args_detach(args) if detach else pytree.tree_flatten(args)[0]
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import StageMetadataError
 from ..stage import is_distributed
+from ..torch_internals import mesh_layout
 
 MeshKey: TypeAlias = tuple[Any, Any]
 Strides: TypeAlias = tuple[int, ...]
@@ -88,7 +89,7 @@ class _DTensorMeta(_TensorMeta):
             tuple(dtensor.stride()),
             tuple(dtensor.placements),
             tuple(mesh.mesh_dim_names or ()),
-            getattr(mesh, "_layout", None),
+            mesh_layout(mesh),
         )
 
     @property

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world  # the only list of the groups that a process is in
+
+from ..torch_internals import number_of_groups
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -231,7 +232,7 @@ def _serve(settings: RankSettings, pipe: connection.Connection, first: Call | No
         try:
             value = _run_call(settings, number, first)
             seconds = time.monotonic() - start
-            outcome = Outcome(settings.rank, value, seconds=seconds, made_groups=len(_world.pg_map) > 1)
+            outcome = Outcome(settings.rank, value, seconds=seconds, made_groups=number_of_groups() > 1)
         except (Exception, SystemExit) as error:
             outcome = Outcome.of_error(settings.rank, _without_own_frames(error), time.monotonic() - start)
         first = None

@@ -1,6 +1,5 @@
 """What a cut model is: traces, specs, edges and the Pipe."""
 
-from .copies import HOOK_DICTS as HOOK_DICTS
 from .copies import clone as clone
 from .copies import quiet_subclass as quiet_subclass
 from .copies import stand_in_for_meta as stand_in_for_meta

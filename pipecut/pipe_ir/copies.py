@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import AbsentTensorError
+from ..torch_internals import (
+    HOOK_DICTS,
+    STATE_DICTS,
+    FakeTensorMode,
+    buffers_of,
+    children_of,
+    is_wrapped_hook,
+    parameters_of,
+    tensors_not_copied,
+)
 
 # MERGED: Subclasses made at run time, without telling the user's class about them.
 
@@ -51,9 +58,9 @@ def _empty(module: nn.Module, path: str) -> None:
 module that refers to it without having registered it: cut so that both are in one stage, or pass the tensor as an \
 argument
     """
-    names = {name for tensors in (module._parameters, module._buffers) for name in tensors}
-    module._parameters.clear()
-    module._buffers.clear()
+    names = {*parameters_of(module), *buffers_of(module)}
+    parameters_of(module).clear()
+    buffers_of(module).clear()
     base: Any = type(module)
 
     def __getattr__(self: nn.Module, name: str) -> Any:  # noqa: N807
@@ -65,19 +72,6 @@ argument
         return base.__getattr__(self, name)
 
     module.__class__ = quiet_subclass(base, {"__getattr__": __getattr__})
-
-
-# The dicts in which nn.Module keeps the user's callables.
-HOOK_DICTS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def clone(
@@ -112,9 +106,9 @@ def clone(
                 memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each
     copied, memo = _deepcopy(model, [*kept, *emptied], memo)
     for module in kept:
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if id(child) in left_out:
-                memo[id(module)]._modules.pop(name, None)
+                children_of(memo[id(module)]).pop(name, None)
     for module, path in emptied.items():
         _empty(memo[id(module)], path)
     return copied
@@ -122,8 +116,8 @@ def clone(
 
 def _shared_values(module: nn.Module) -> Iterator[Any]:
     """What the copy has in common with the original: tensors, and callables that are not the module's own."""
-    yield from (tensor for tensor in module._parameters.values() if tensor is not None)
-    yield from (tensor for tensor in module._buffers.values() if tensor is not None)
+    tensors = (*parameters_of(module).values(), *buffers_of(module).values())
+    yield from (tensor for tensor in tensors if tensor is not None)
     for name, value in vars(module).items():
         if name in HOOK_DICTS:
             yield from (hook for hook in value.values() if not _belongs_to_a_module(hook))
@@ -133,7 +127,7 @@ def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
     """A bound method of a module, or torch's wrapper around one, must follow the module into its copy."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    if type(hook).__name__ == "_WrappedHook":
+    if is_wrapped_hook(hook):
         return True
     return isinstance(hook, types.MethodType) and isinstance(hook.__self__, nn.Module)
 
@@ -142,29 +136,20 @@ def _deepcopy(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) 
     """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
     attempt = dict(memo)
     try:
-        with _shared_tensors():
+        with tensors_not_copied():
             return copy.deepcopy(model, attempt), attempt
     except Exception:
         for module in modules:
             for name, value in vars(module).items():
-                if name not in ("_modules", "_parameters", "_buffers") and not _can_be_copied(value, memo):
+                if name not in STATE_DICTS and not _can_be_copied(value, memo):
                     memo[id(value)] = value
-        with _shared_tensors():
+        with tensors_not_copied():
             return copy.deepcopy(model, memo), memo
-
-
-@contextlib.contextmanager
-def _shared_tensors() -> Iterator[None]:
-    """Let deepcopy keep all tensors that it meets, also those of modules in plain lists and of other objects."""
-    with contextlib.ExitStack() as stack:
-        for cls in (torch.Tensor, nn.Parameter):
-            stack.enter_context(patch.object(cls, "__deepcopy__", lambda tensor, memo: tensor))
-        yield
 
 
 def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
     try:
-        with _shared_tensors():
+        with tensors_not_copied():
             copy.deepcopy(value, dict(memo))
     except Exception:
         return False
@@ -184,7 +169,7 @@ def stand_in_for_meta(
     with mode or FakeTensorMode(allow_non_fake_inputs=True):
         made: dict[int, torch.Tensor] = {}
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (parameters_of(module), buffers_of(module)):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = made.setdefault(id(tensor), _stand_in(tensor))  # type: ignore[assignment]

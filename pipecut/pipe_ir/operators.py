@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import torch
-
+from ..torch_internals import is_overload, schema_of
 from .spec import Dim
 
 Shape: TypeAlias = tuple[Dim, ...]
@@ -75,8 +74,8 @@ class Operator:
 
 def operator_name(target: Any) -> str:
     """Return `aten::add` for an operator overload, and the plain name of any other callable."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
+    if is_overload(target):
+        return str(schema_of(target).name)
     return getattr(target, "__name__", str(target))
 
 

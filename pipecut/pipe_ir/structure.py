@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
+
+from ..torch_internals import pytree
 
 # MERGED: Plain Python objects that hold tensors, such as the key/value cache of a language model.
 

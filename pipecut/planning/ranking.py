@@ -14,13 +14,13 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import InputError, PipeError, PlanError, SplitError, StageRunError, TooLittleMemoryError
 from ..pipe import Pipe
-from ..pipe_ir import HOOK_DICTS, TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
+from ..pipe_ir import TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
 from ..schedule import Placement, Report, search_schedule
 from ..split import Chain, ConcreteCosts, SplitPlan, cut_trace, dominant_block, mean_of
+from ..torch_internals import HOOK_DICTS, FakeTensorMode
 from .candidate import Candidate, make_candidate, nothing_fits
 from .choices import Choice, in_flight
 from .costs import Stages

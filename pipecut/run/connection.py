@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from ..errors import DisagreementError, InputError, PipeError, PipeWarning
 from ..schedule import Op, Plan
 from ..stage import PipelineStage, is_initialized, refuse_ranks_of_pipeline
+from ..torch_internals import is_compiled
 from .failure import BEGIN, Alarm, describe
 from .handshake import Exchange, Handshake
 from .transport.base import Transport
@@ -100,7 +100,7 @@ def _splits_backward(plan: Plan) -> bool:
 
 def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
     """The gradients are right, but the schedule cannot do what it is for."""
-    compiled = [stage.stage_index for stage in stages if any(map(_is_compiled, stage.submod.modules()))]
+    compiled = [stage.stage_index for stage in stages if any(map(is_compiled, stage.submod.modules()))]
     if compiled:
         which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"
         warnings.warn(
@@ -110,11 +110,6 @@ def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
             PipeWarning,
             stacklevel=2,
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By `torch.compile(module)`, or in place by `module.compile()`."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class Connection:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
+from ..torch_internals import abort_connections
 
 _KEY = "pipecut/failure"
 _PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
@@ -151,7 +152,7 @@ class Alarm:
     def _close_connections(self, group: dist.ProcessGroup) -> None:
         """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
         if dist.get_backend(group) != "gloo":
-            group._get_backend(self.device).abort()
+            abort_connections(group, self.device)
             return
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
             try:

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PipeWarning, StepError
 from ..schedule import RECEIVES, Action, Op, Plan, Span, Walk
+from ..torch_internals import profiler_is_on
 from .executor import Executor, Handler, finish_together
 from .failure import BEGIN, END, Alarm, Failure, describe, step_error
 from .loss import WAYS, Objective
@@ -98,7 +99,7 @@ class Runner(Protocol):
 
 def _is_watched(runner: Runner) -> bool:
     """Whether the times of actions are asked for: by the user, or by a profiler that is on."""
-    return runner.tracing or torch.autograd.profiler._is_profiler_enabled
+    return runner.tracing or profiler_is_on()
 
 
 def _perform_watched(rank: int, action: Action, handler: Handler) -> Span:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
+from ..torch_internals import backward_hooks, buffers_of, children_of, forward_hooks, parameters_of, unsaved_buffers
 from .codegen.emit import Function
 from .program import Piece, walk
 from .state import Holdings, References, referred_to, refuse_changing
@@ -70,14 +71,16 @@ _MIXINS: dict[type[nn.Module], type] = {
 def _allow_gaps(module: nn.Module, original: nn.Module) -> None:
     """Make a container work with some of its members gone; any other module is left as it is."""
     for cls, mixin in _MIXINS.items():
-        numbered = isinstance(original, cls) and all(
-            name.isdigit() for name in (*original._modules, *original._parameters)
-        )
-        if numbered:
+        members = _members_of(original)
+        if isinstance(original, cls) and all(name.isdigit() for name in members):
             module.__class__ = quiet_subclass(type(module), {}, mixin)
-            vars(module)["_pipecut_length"] = len(original._modules) + len(original._parameters)
+            vars(module)["_pipecut_length"] = len(members)
     if isinstance(module, nn.ParameterDict):
-        module._keys = {key: None for key in module._keys if key in module._parameters}
+        module._keys = {key: None for key in module._keys if key in parameters_of(module)}
+
+
+def _members_of(container: nn.Module) -> list[str]:
+    return [*children_of(container), *parameters_of(container)]
 
 
 _file_numbers = itertools.count()
@@ -120,11 +123,11 @@ def _present(model: nn.Module, holdings: Holdings) -> set[nn.Module]:
 
 def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
     """Take from a module the tensors that other stages hold."""
-    for tensors in (module._parameters, module._buffers):
+    for tensors in (parameters_of(module), buffers_of(module)):
         for name in [name for name, tensor in tensors.items() if tensor is not None and name not in kept]:
             del tensors[name]
-            module._non_persistent_buffers_set.discard(name)
-    if len(module._modules) + len(module._parameters) < len(original._modules) + len(original._parameters):
+            unsaved_buffers(module).discard(name)
+    if len(_members_of(module)) < len(_members_of(original)):
         _allow_gaps(module, original)
 
 
@@ -157,7 +160,7 @@ def _dispatching(forwards: dict[int, Callable[..., Any]]) -> Callable[..., Any]:
 
 def _drop_traced_hooks(module: nn.Module) -> None:
     """What the hooks of a cut module did is in the generated code already."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks in forward_hooks(module):
         hooks.clear()
 
 
@@ -196,7 +199,7 @@ def refuse_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> Non
     """A backward hook sees the gradients of a whole module; of a module that is cut there are none."""
     for path in sorted(generated_paths(programs)):
         module = traced.model.get_submodule(path)
-        if module._backward_hooks or module._backward_pre_hooks:
+        if any(backward_hooks(module)):
             raise SplitError(
                 f"{path or type(traced.model).__name__!r} has a backward hook and is cut, so that no stage sees its "
                 "gradients; remove the hook, put it on a module inside, or cut elsewhere"

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from ..errors import PipeError, warn
 from ..pipe_ir import Operation, Ref, TracedModel
+from ..torch_internals import is_overload, schema_of
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall
 from .state import written_state
 
@@ -174,9 +175,9 @@ def _same_constant(mine: Any, theirs: Any) -> bool:
 
 def _named_arguments(op: Operation) -> dict[str, Any]:
     """The arguments of an operation by name, defaults included; by position where there is no schema."""
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not is_overload(op.target):
         return {**{str(position): value for position, value in enumerate(op.args)}, **op.kwargs}
-    schema = op.target._schema.arguments
+    schema = schema_of(op.target).arguments
     given = {argument.name: value for argument, value in zip(schema, op.args, strict=False)}
     return {**{argument.name: argument.default_value for argument in schema}, **given, **op.kwargs}
 

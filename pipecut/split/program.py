@@ -26,6 +26,7 @@ from ..pipe_ir import (
     TracedModel,
     operator_name,
 )
+from ..torch_internals import is_overload, schema_of
 
 # A value that travels by name through generated code: what an operation made, a symbolic dim, or the device (HERE).
 Key: TypeAlias = int | sympy.Symbol | Any
@@ -228,7 +229,7 @@ class _Dependencies:
         """Whether nobody uses the result of an operation, and it does nothing else."""
         if op.index in self.last_use or op.writes:
             return False
-        if not isinstance(op.target, torch._ops.OpOverload) or not op.target._schema.returns:
+        if not is_overload(op.target) or not schema_of(op.target).returns:
             return False
         # An unused random number still moves the generator on.
         return torch.Tag.nondeterministic_seeded not in op.target.tags

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_of
+from ..torch_internals import buffers_of, is_overload, schema_of, unsaved_buffers
 from .cost.operation import ConcreteCosts
 from .dataflow import FlowFinder
 from .modes import ModeDifferences
@@ -119,13 +120,13 @@ _KINDS: dict[str, Callable[[_Recomputable, Operation], bool]] = {
 
 def _is_pure(target: Any) -> bool:
     """Whether an operation makes tensors from its arguments alone, the same ones every time."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not is_overload(target) or target.namespace != "aten":
         return False
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     gives_tensors = bool(returns) and all(str(each.type) in ("Tensor", "List[Tensor]") for each in returns)
     return (
         gives_tensors
-        and not target._schema.is_mutable
+        and not schema_of(target).is_mutable
         and operator_of(target).is_deterministic
         and not any(tag in target.tags for tag in _RANDOM)
     )
@@ -138,8 +139,8 @@ def _buffers_to_copy(model: nn.Module) -> set[str]:
     """
     found = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            unknown = buffer is None or (buffer.is_meta and name in module._non_persistent_buffers_set)
+        for name, buffer in buffers_of(module).items():
+            unknown = buffer is None or (buffer.is_meta and name in unsaved_buffers(module))
             found |= set() if unknown else {f"{path}.{name}".lstrip(".")}
     return found
 

@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from ..errors import SplitError
-from ..pipe_ir import HOOK_DICTS, ModuleRef, Operation, TiedParameter, TracedModel, is_plain_object, operator_of
+from ..pipe_ir import ModuleRef, Operation, TiedParameter, TracedModel, is_plain_object, operator_of
+from ..torch_internals import (
+    EXTRA_STATE,
+    HOOK_DICTS,
+    STATE_DICTS,
+    buffers_of,
+    is_overload,
+    parameters_of,
+    schema_of,
+    unsaved_buffers,
+)
 from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
 
 
@@ -92,13 +102,13 @@ def _all_names(model: nn.Module) -> list[str]:
     names = []
     for path, module in model.named_modules(remove_duplicate=False):
         own = [
-            *module._parameters,
-            *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
+            *parameters_of(module),
+            *(name for name in buffers_of(module) if name not in unsaved_buffers(module)),
         ]
-        tensors = {**module._parameters, **module._buffers}
+        tensors = {**parameters_of(module), **buffers_of(module)}
         names += [f"{path}.{name}".lstrip(".") for name in own if tensors[name] is not None]
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            names.append(f"{path}._extra_state".lstrip("."))
+            names.append(f"{path}.{EXTRA_STATE}".lstrip("."))
     return names
 
 
@@ -124,10 +134,10 @@ def _only_reads_statistics(op: Operation) -> bool:
 
     It counts as writing to them all the same: a stage may be put in training mode after the trace.
     """
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not is_overload(op.target):
         return False
     flag = operator_of(op.target).updates_if
-    names = [argument.name for argument in op.target._schema.arguments]
+    names = [argument.name for argument in schema_of(op.target).arguments]
     given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
     return flag is not None and given.get(flag) is False
 
@@ -192,7 +202,7 @@ def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
 
 References = Mapping[nn.Module, Mapping[nn.Module, str]]  # which modules a module refers to, and by which attribute
 
-_OTHERWISE_KNOWN = frozenset(("_modules", "_parameters", "_buffers", *HOOK_DICTS))
+_OTHERWISE_KNOWN = frozenset((*STATE_DICTS, *HOOK_DICTS))
 _WAYS_TO_COPY = ("__deepcopy__", "__reduce__", "__reduce_ex__")
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Tensor)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import StageMetadataError
 from ..text import dtype_name, shape_text
+from ..torch_internals import mesh_layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ class MeshKey(NamedTuple):
     def of(cls, mesh: DeviceMesh) -> MeshKey:
         """Return the key of a mesh."""
         sizes = tuple(mesh.shape)
-        return cls(tuple(mesh.mesh_dim_names or ()), getattr(mesh, "_layout", sizes), sizes)
+        return cls(tuple(mesh.mesh_dim_names or ()), mesh_layout(mesh, sizes), sizes)
 
     def __str__(self) -> str:
         names = self.dim_names or ("",) * len(self.sizes)

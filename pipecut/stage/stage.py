@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from ..text import listed
+from ..torch_internals import part_types, trainable_parameters
 from .backward import (
     PendingWeights,
     StageWeights,
     full_backward,
     input_backward,
-    trainable_parameters,
     weight_backward,
 )
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
 from .examples import Examples
 from .materialize import check_has_memory
-from .replica import Replica, part_types, replica_of, wrapped_parts
+from .replica import Replica, replica_of, wrapped_parts
 
 # MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
 

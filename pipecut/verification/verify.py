@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InputError
 from ..pipe import Pipe
 from ..pipe_ir import flatten
 from ..schedule import Plan
 from ..text import listed
+from ..torch_internals import BatchNorm
 from .compare import tolerance_for
 from .ranks import all_differences, compare_steps, gather, prepare_on_all_ranks
 from .report import Verification, by_badness
@@ -167,7 +167,7 @@ def _reasons_to_differ(step: _ComparedSteps) -> Iterator[str]:
             "the model draws random numbers (dropout in training mode?), and the stages draw others: call eval() on "
             f"the model and on the stages{'' if is_distributed else ', or pass n_microbatches=1'}"
         )
-    normalising = [name for name, part in step.model.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    normalising = [name for name, part in step.model.named_modules() if isinstance(part, BatchNorm) and part.training]
     if normalising and count > 1:
         yield (
             f"{listed(map(repr, normalising), _SHOWN)} normalise by the batch, and have {count} microbatches instead "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...torch_internals import buffers_of
 from ..copies import clone
 from ..inputs import Example
 from ..sizes.dynamic import Place
@@ -130,7 +131,7 @@ def _with_own_tensors(model: nn.Module) -> nn.Module:
         return value
 
     for module in model.modules():
-        for names in (module._buffers, vars(module)):
+        for names in (buffers_of(module), vars(module)):
             for name, value in list(names.items()):
                 names[name] = own(value)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...torch_internals import assume
 from ..copies import quiet_subclass
 from ..structure import flatten, unflatten
 from ..tracing.recorder import Recorder
@@ -133,7 +134,7 @@ class EagerModules:
         inputs = [seen.node.meta["val"] for seen in self._recorder.inputs]
         for (nth, dim), *others in self.seen.same_sizes:
             for other, other_dim in others:
-                torch._check(inputs[nth].shape[dim] == inputs[other].shape[other_dim])  # type: ignore[no-untyped-call]
+                assume(inputs[nth].shape[dim] == inputs[other].shape[other_dim])
         results = _Results(key, self.seen.runs, tensors, inputs)
         fresh = [leaf for leaf in call.result.leaves if isinstance(leaf, ObservedTensor) and results.is_fresh(leaf)]
         state = [*module.parameters(), *module.buffers()]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...torch_internals import STATE_DICTS, buffers_of, parameters_of, storage_id, version_of
 from ..copies import quiet_subclass
 from ..marker import is_mark
 from ..sizes.dynamic import Place
@@ -114,7 +115,7 @@ class Watcher(TorchFunctionMode):
         }
         self._owners: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if tensor is not None:
                     self._owners.setdefault(id(tensor), []).append(f"{path}.")
         for path, module in model.named_modules():
@@ -266,12 +267,12 @@ def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that a module and those inside it keep without having registered them."""
     for inner in module.modules():
         for name, value in vars(inner).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in STATE_DICTS:
                 yield from _nested_tensors(value)
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _stride(tensor: Tensor) -> tuple[int, ...]:
@@ -279,4 +280,4 @@ def _stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+    return storage_id(tensor) if tensor.layout == torch.strided else None

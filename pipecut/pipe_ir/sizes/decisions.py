@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 
+from ...torch_internals import asks_for_plain_number, traced_operator, watch_size_decisions
 from ..operators import operator_name, operator_of
 from ..tracing.seen import OpenSpan
 from ..tracing.user_line import user_line
@@ -25,7 +25,7 @@ from ..tracing.user_line import user_line
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 def _is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
@@ -54,14 +54,13 @@ def _is_asked_by_torch(unequal: bool) -> bool:
     frame: FrameType | None = sys._getframe(2)
     by_python = False
     while frame is not None:
-        filename, name = frame.f_code.co_filename, frame.f_code.co_name
-        if name == "proxy_call" and filename.endswith("proxy_tensor.py"):
-            func = frame.f_locals["func"]
-            squeezes = operator_name(func) == "aten::squeeze"
-            return operator_of(func).shape_by_arithmetic or (unequal and not squeezes)
-        if not filename.startswith((_TORCH, _OWN)):
+        operator = traced_operator(frame)
+        if operator is not None:
+            squeezes = operator_name(operator) == "aten::squeeze"
+            return operator_of(operator).shape_by_arithmetic or (unequal and not squeezes)
+        if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
             return not by_python
-        by_python = by_python or name in ("__bool__", "__int__", "__index__", "_check_with")
+        by_python = by_python or asks_for_plain_number(frame)
         frame = frame.f_back
     return False
 
@@ -87,18 +86,15 @@ class SizeDecisions:
         if self._shape_env is None:
             return
         self.input_sizes = [tuple(_expression(size) for size in tensor.shape) for tensor in tensors]
-        decide, replacements = self._shape_env.evaluate_sym_node, self._shape_env.replacements
 
-        def decide_and_note(node: Any, *args: Any, **kwargs: Any) -> Any:
-            expr, known = node.expr, len(replacements)
-            answer = decide(node, *args, **kwargs)
-            for symbol in itertools.islice(replacements, known, None):
-                self.replaced[symbol] = (replacements[symbol], user_line())
-            if open_spans and kwargs.get("fallback_value") is None and getattr(expr, "free_symbols", None):
+        def note_replaced(symbol: sympy.Symbol, value: sympy.Basic) -> None:
+            self.replaced[symbol] = (value, user_line())
+
+        def note_decided(expr: sympy.Basic, answer: Any) -> None:
+            if open_spans:
                 self._note(expr, answer, open_spans[-1])
-            return answer
 
-        self._shape_env.evaluate_sym_node = decide_and_note
+        watch_size_decisions(self._shape_env, note_replaced, note_decided)
 
     @property
     def replacements(self) -> dict[Any, Any]:

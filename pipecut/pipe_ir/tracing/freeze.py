@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ...torch_internals import storage_id
 from ..inputs import Example, ambient_autocast
 from ..marker import is_mark
 from ..operators import operator_of
@@ -206,7 +207,7 @@ def _storage(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     try:
-        return int(value.untyped_storage()._cdata)
+        return storage_id(value)
     except NotImplementedError:  # inside torch.vmap tensors are views that have no memory to speak of
         return None
 

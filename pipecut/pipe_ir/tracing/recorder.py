@@ -19,15 +19,13 @@ from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from ...torch_internals import buffers_of, intercepted_checkpoints, intercepted_functions, makes_higher_order
 from ..copies import quiet_subclass
 from ..sizes.decisions import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .intercept import intercepted_checkpoints, intercepted_functions, watched
+from .intercept import watched
 from .seen import NOTHING, OpenSpan, SeenNode, SeenTensor, attributes_of, is_same
-
-# Where torch builds higher-order operators out of autograd functions; the operator is in the trace as a whole.
-_OPERATOR_MACHINERY = ("torch._higher_order_ops", "torch._functorch", "torch._dynamo")
 
 
 class Recorder:
@@ -178,7 +176,7 @@ class Recorder:
         nth_call = self._calls.get(path, 0)
         self._calls[path] = nth_call + 1
         span = self._begin("call", path, nth_call, (args, kwargs))
-        span.buffers_before = dict(module._buffers)
+        span.buffers_before = dict(buffers_of(module))
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self.listens:
@@ -188,7 +186,7 @@ class Recorder:
             made_inside = self._made_since(span.begin)
             output = map_leaves(lambda leaf: self._as_own_result(leaf, made_inside), output)
         self._end(span, output)
-        for name, tensor in module._buffers.items():
+        for name, tensor in buffers_of(module).items():
             if tensor is not None and tensor is not span.buffers_before.get(name):
                 seen = self._see_tensor(tensor)
                 if isinstance(seen, SeenTensor):
@@ -207,7 +205,7 @@ class Recorder:
         return leaf if made_here else torch.ops.aten.alias.default(leaf)
 
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._stack or not self.listens or cls.__module__.startswith(_OPERATOR_MACHINERY):
+        if not self._stack or not self.listens or makes_higher_order(cls):
             return run(*args, **kwargs)
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve_rng_state, *inputs = args

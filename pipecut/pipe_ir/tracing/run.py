@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as symbolic_config
 from torch import nn
 
 from ...errors import PipeError, TraceError
+from ...torch_internals import backward_hooks, forward_hooks, sizes_of_one_traced
 from ..copies import clone, stand_in_for_meta
 from ..inputs import Example, bind_inputs, enlarged, read_example, sizes_of_one, with_fixed
 from ..sizes.dynamic import Dynamic, DynamicDims
@@ -25,7 +25,7 @@ from .torch_modes import CertainChances, NotedCalls
 # MERGED: Why and where a trace failed, in the words of the user's own code.
 
 
-_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
 # What torch says of these takes a page, and is about the tracer.
 _PLAIN_WORDS = {
@@ -167,19 +167,18 @@ def _check_output(model: nn.Module, output: Template) -> None:
 def silence_hooks(model: nn.Module, live: set[str]) -> None:
     """Take the user's hooks from a copy, except the forward hooks of the modules at `live`."""
     for path, module in model.named_modules():
-        module._backward_hooks.clear()
-        module._backward_pre_hooks.clear()
+        for hooks in backward_hooks(module):
+            hooks.clear()
         if path in live:
             continue
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hooks in forward_hooks(module):
             for key in [key for key, hook in hooks.items() if not _is_part_of_the_forward(hook)]:
                 del hooks[key]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks of the user's."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not _is_part_of_the_forward(hook) for hook in hooks)
+    return any(not _is_part_of_the_forward(hook) for hooks in forward_hooks(module) for hook in hooks.values())
 
 
 def _is_part_of_the_forward(hook: object) -> bool:
@@ -202,8 +201,7 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
     try:
         with (
             warnings.catch_warnings(),
-            # Sizes 0 and 1 are sizes like others: what the code decides about them becomes a condition of the trace.
-            symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+            sizes_of_one_traced(),  # what the code decides about a size of 1 becomes a condition of the trace
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             CertainChances(),

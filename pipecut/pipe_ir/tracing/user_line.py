@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -11,9 +12,8 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _LAYERS = str(Path(torch.__file__).parent / "nn" / "modules")
-_OWN = str(Path(__file__).parent.parent)
-_TRACING = str(Path(__file__).parent)
-_START = str(Path(__file__).parent / "trace.py")
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_START = str(Path(__file__).parent / "run.py")
 
 
 def user_line() -> str:
@@ -22,7 +22,7 @@ def user_line() -> str:
     layer = ""
     while frame is not None and frame.f_code.co_filename != _START:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH, _OWN, "<")):
+        if not filename.startswith((_TORCH, _PACKAGE, "<")):
             return _text(frame)
         if not layer and filename.startswith(_LAYERS) and not filename.endswith("module.py"):
             layer = _text(frame)
@@ -34,7 +34,7 @@ def line_of(stack_trace: str) -> str:
     """The user's line, from the last frame of a stack trace that is a text."""
     lines = stack_trace.strip().splitlines()
     frames = [(place.strip(), code.strip()) for place, code in zip(lines, lines[1:], strict=False) if "File " in place]
-    own = [f"{place}: {code}" for place, code in frames if _TRACING not in place]
+    own = [f"{place}: {code}" for place, code in frames if _PACKAGE not in place]
     return own[-1] if own else ""
 
 

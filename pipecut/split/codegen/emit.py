@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 
 from ...errors import PipeError
 from ...pipe_ir import HERE, Context, ModuleRef, Opaque, Operation, Ref, Size, Span, Template
+from ...torch_internals import is_higher_order
 from ..modes import ModeDifferences, require_mode
 from ..program import (
     BufferUpdate,
@@ -206,7 +207,7 @@ class _Writer:
             return f"{texts[0]}[{texts[1]}]"
         call = f"{self.write.operator(op.target)}({', '.join(texts)})"
         # The branches of higher-order operators return tuples, also of one tensor.
-        single = isinstance(op.target, torch._ops.HigherOrderOperator) and op.spec is not None
+        single = is_higher_order(op.target) and op.spec is not None
         return f"{call}[0]" if single else call
 
     def whole_call(self, item: WholeCall, needed: set[Key]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.immutable_collections import immutable_list
-from torch.utils._sympy.printers import PythonPrinter
 
 from ...pipe_ir import HERE, ModuleRef, Operation, Ref, Size, Structure, Template, TracedModel
+from ...torch_internals import is_overload, overload_name, python_text, schema_of
 from ..modes import Switch
 from ..program import Key
 from ..state import state_name
@@ -114,8 +114,8 @@ class Expressions:
 
     def operator(self, target: Any) -> str:
         """The expression for what an operation calls."""
-        if isinstance(target, torch._ops.OpOverload):
-            return f"torch.ops.{target._schema.name.replace('::', '.')}.{target._overloadname}"
+        if is_overload(target):
+            return f"torch.ops.{schema_of(target).name.replace('::', '.')}.{overload_name(target)}"
         return self.shared(getattr(target, "__name__", "function"), target)
 
     def template(self, template: Template) -> str:
@@ -140,7 +140,7 @@ class Expressions:
         return f"{name}.to(device)"
 
     def _size(self, size: Size) -> str:
-        text: str = PythonPrinter().doprint(size.expr)
+        text = python_text(size.expr)
         if "math." in text:
             self.globals["math"] = math
         return text if text.isidentifier() else f"({text})"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 
 from ...pipe_ir import Dim, Operation, Ref, TensorSpec, TracedModel, operator_of
+from ...torch_internals import is_composite, is_overload, schema_of
 from .saved import MemoryMap, SavedValues, bytes_of
 from .trial import try_operation
 
@@ -50,10 +50,10 @@ def _flops_of_parts(traced: TracedModel, op: Operation) -> Dim:
 def _may_hold_products(target: Any) -> bool:
     """Whether an operator is made of others, and gives back more than a view of what it takes."""
     return (
-        isinstance(target, torch._ops.OpOverload)
+        is_overload(target)
         and target.namespace == "aten"
-        and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-        and not any(result.alias_info for result in target._schema.returns)
+        and is_composite(target)
+        and not any(result.alias_info for result in schema_of(target).returns)
     )
 
 

@@ -16,10 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...pipe_ir import (
     HERE,
@@ -34,6 +31,14 @@ from ...pipe_ir import (
     TracedModel,
     ambient_autocast,
     operator_name,
+)
+from ...torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_overload,
+    storage_id,
+    symbol_source,
 )
 
 
@@ -102,7 +107,7 @@ def _call_of(traced: TracedModel, op: Operation) -> _Call | None:
     leaves = [*_leaves(op.args), *_leaves(tuple(op.kwargs.values()))]
     sizes = [leaf.expr for leaf in leaves if isinstance(leaf, Size)]
     if (
-        not isinstance(op.target, torch._ops.OpOverload)
+        not is_overload(op.target)
         or op.target.namespace != "aten"
         or op.writes
         or op.context.vmap
@@ -155,8 +160,8 @@ def _tried(call: _Call) -> _TrialResult | None:
     except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
         # Not every operator can be run without values; it is then judged by its arguments, as custom operators are.
         return None
-    given = {_memory(tensor): slot for slot, tensor in enumerate(tensors)}
-    made = _memory(result) if isinstance(result, Tensor) else None
+    given = {storage_id(tensor): slot for slot, tensor in enumerate(tensors)}
+    made = storage_id(result) if isinstance(result, Tensor) else None
     others = [tensor for memory, tensor in kept.items() if memory not in given and memory != made]
     if others and sizes.has_fixed_some:
         return _TrialResult(tuple(watch.parts), None)
@@ -168,7 +173,7 @@ def _tried(call: _Call) -> _TrialResult | None:
 @contextlib.contextmanager
 def _modes(call: _Call) -> Iterator[None]:
     """As the operation runs in training, whatever mode the model is priced in."""
-    told = logging.getLogger("torch._subclasses.fake_tensor")  # it writes a page for an operation that cannot be tried
+    told = logging.getLogger(FAKE_TENSOR_LOGGER)  # it writes a page for an operation that cannot be tried
     disabled, told.disabled = told.disabled, True
     try:
         with contextlib.ExitStack() as modes:
@@ -215,7 +220,7 @@ class _Sizes:
         self._back: dict[sympy.Basic, sympy.Basic] = {}
 
     def _symbol(self, name: str, hint: int) -> sympy.Expr:
-        return self.env.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return self.env.create_symbol(hint, symbol_source(name), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
 
     @property
     def has_fixed_some(self) -> bool:
@@ -244,14 +249,10 @@ class _Sizes:
 
 def _note_saved(kept: dict[int, Tensor]) -> Any:
     def pack(tensor: Tensor) -> Tensor:
-        kept[_memory(tensor)] = tensor
+        kept[storage_id(tensor)] = tensor
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

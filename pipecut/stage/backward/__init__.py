@@ -2,7 +2,7 @@
 
 from .autograd import PendingWeights
 from .backward import full_backward, input_backward, weight_backward
-from .weights import StageWeights, max_rows, min_rows_to_defer, trainable_parameters, weight_sizes
+from .weights import StageWeights, max_rows, min_rows_to_defer, weight_sizes
 
 __all__ = [
     "PendingWeights",
@@ -11,7 +11,6 @@ __all__ = [
     "input_backward",
     "max_rows",
     "min_rows_to_defer",
-    "trainable_parameters",
     "weight_backward",
     "weight_sizes",
 ]

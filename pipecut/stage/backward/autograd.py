@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...errors import InputError
+from ...torch_internals import run_backward
 from ..dtensor import describe_tensor, is_distributed
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 InputLeaves: TypeAlias = dict[int, Tensor]  # inputs that require a gradient, by their position
 Root: TypeAlias = Tensor | GradientEdge  # a place of the graph at which a gradient enters
-
-_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Roots(NamedTuple):
@@ -91,22 +90,12 @@ def pop_gradients(inputs: Sequence[Any], leaves: InputLeaves) -> Gradients:
 
 def accumulate(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
     """Run the backward to all leaves, and add to their `.grad`."""
-    _run(roots, gradients, (), True)
+    run_backward(roots, gradients, (), accumulate=True)
 
 
 def collect(roots: Sequence[Root], gradients: Sequence[Tensor], wanted: Sequence[Root]) -> list[Tensor | None]:
     """Return the gradients that reach the wanted places; no `.grad` changes."""
-    return list(_run(roots, gradients, tuple(wanted), False))
-
-
-def _run(roots: Sequence[Root], gradients: Sequence[Tensor], wanted: tuple[Root, ...], add: bool) -> Any:
-    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    options = False, False, wanted, True, add
-    if gradients[0].is_cpu:
-        # For a small stage, torch.autograd.backward takes longer than the engine itself: it checks the shapes, which is
-        # done already, and prepares threads for devices, of which a CPU has none.
-        return _engine.run_backward(tuple(roots), tuple(gradients), *options)
-    return torch.autograd.graph._engine_run_backward(tuple(roots), tuple(gradients), *options)
+    return list(run_backward(roots, gradients, wanted, accumulate=False))
 
 
 class PendingGradient(Protocol):

@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...errors import InputError
+from ...torch_internals import add_each_, tensor_hooks
 from .autograd import (
     Gradients,
     InputLeaves,
@@ -110,7 +110,7 @@ def _defer_everything(roots: Roots) -> PendingWeights:
 
 def _has_no_hooks(leaves: InputLeaves) -> bool:
     """Return True if no hook is on the inputs: some, on several tensors at once, work in a full backward only."""
-    return not any(leaf._backward_hooks for leaf in leaves.values())
+    return not any(tensor_hooks(leaf) for leaf in leaves.values())
 
 
 def _hold_back_weights(
@@ -149,4 +149,4 @@ def _add(parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
             sums.append(before)
             terms.append(gradient)
     if sums:
-        torch._foreach_add_(sums, terms)
+        add_each_(sums, terms)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from ...torch_internals import tensor_hooks
 from .autograd import Gradients, InputLeaves, PendingGradient, PendingWeights, Root, Roots, accumulate, collect
 from .nodes import DEFERRABLE_NODES, DeferrableNode, Deferred
 
@@ -205,7 +206,7 @@ def _like_accumulated(
 @contextlib.contextmanager
 def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Remove the hooks on these tensors for a while: they are called when the gradient is added to `.grad`."""
-    hooked = [hooks for hooks in (parameter._backward_hooks for parameter in parameters) if hooks]
+    hooked = [hooks for hooks in (tensor_hooks(parameter) for parameter in parameters) if hooks]
     kept = [dict(hooks) for hooks in hooked]
     for hooks in hooked:
         hooks.clear()

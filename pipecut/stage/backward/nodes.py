@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ...errors import InputError
+from ...torch_internals import gradient_shape, is_only_hook, is_packed, is_python_node, saved_value, version_of
 from .autograd import Root
-from .weights import is_only_hook, register_own_hook, weight_gradient_work
+from .weights import register_own_hook, weight_gradient_work
 
 _Edges: TypeAlias = tuple[int, ...]
 
@@ -50,14 +51,14 @@ class _Product:
     scale: str = ""
 
     def __call__(self, node: Any, edges: _Edges) -> _Recipe:
-        scale = getattr(node, f"_saved_{self.scale}") if self.scale else 1
-        rows, inner = getattr(node, f"_saved_{self.left}_sym_sizes")
-        columns = getattr(node, f"_saved_{self.right}_sym_sizes")[1]
+        scale = saved_value(node, self.scale) if self.scale else 1
+        rows, inner = saved_value(node, f"{self.left}_sym_sizes")
+        columns = saved_value(node, f"{self.right}_sym_sizes")[1]
         if edges == (self.right_edge,):
-            flipped = getattr(node, f"_saved_{self.right}_sym_strides") == (1, inner)
+            flipped = saved_value(node, f"{self.right}_sym_strides") == (1, inner)
             formula = functools.partial(_right_factor, flipped, scale)
             return _Recipe(weight_gradient_work(inner * columns, rows), (self.left,), formula)
-        flipped = getattr(node, f"_saved_{self.left}_sym_strides") == (1, rows)
+        flipped = saved_value(node, f"{self.left}_sym_strides") == (1, rows)
         return _Recipe(
             weight_gradient_work(rows * inner, columns), (self.right,), functools.partial(_left_factor, flipped, scale)
         )
@@ -79,7 +80,7 @@ def _scaled(product: Tensor, scale: Any) -> Tensor:
 
 def _batched_product(node: Any, edges: _Edges) -> _Recipe:
     """Return the recipe of `left @ right` of two batches of matrices, which einsum makes of most products too."""
-    _, rows, columns = node._input_metadata[0].shape
+    _, rows, columns = gradient_shape(node)
     elements = _elements_behind(node, *edges)
     if edges == (1,):
         return _Recipe(weight_gradient_work(elements, rows), ("self",), _batched_right_factor)
@@ -90,7 +91,7 @@ def _elements_behind(node: Any, edge: int) -> int:
     """Return the number of elements of the gradient that goes along this edge."""
     # A saved tensor would tell it too, but may be packed; unpacking it may start a recomputation.
     target, number = node.next_functions[edge]
-    return math.prod(target._input_metadata[number].shape)
+    return math.prod(gradient_shape(target, number))
 
 
 def _batched_right_factor(gradient: Tensor, left: Tensor) -> tuple[Tensor]:
@@ -103,11 +104,11 @@ def _batched_left_factor(gradient: Tensor, right: Tensor) -> tuple[Tensor]:
 
 def _convolution(node: Any, edges: _Edges) -> _Recipe:
     """Return the recipe of weight and bias together: kernels that compute one often compute the other with it."""
-    shape = node._input_metadata[0].shape
+    shape = gradient_shape(node)
     has_bias = node.next_functions[2][0] is not None
     work = weight_gradient_work(_elements_behind(node, edges[0]), math.prod(shape) // max(1, shape[1]))
     names = "bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-    options = [getattr(node, f"_saved_{name}") for name in names]
+    options = [saved_value(node, name) for name in names]
     formula = functools.partial(_convolution_weight, options, has_bias)
     return _Recipe(-1 if has_bias and 2 not in edges else work, ("input", "weight"), formula)
 
@@ -121,8 +122,8 @@ def _convolution_weight(
 
 
 def _embedding(node: Any, _: _Edges) -> _Recipe:
-    rows, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
-    sparse, by_frequency = node._saved_sparse, node._saved_scale_grad_by_freq
+    rows, padding = saved_value(node, "weight_sym_argsize_0"), saved_value(node, "padding_idx")
+    sparse, by_frequency = saved_value(node, "sparse"), saved_value(node, "scale_grad_by_freq")
     # No padding is -1, which the node shows as an unsigned number.
     options = rows, padding - 2**64 if padding >= 2**63 else padding, by_frequency, sparse
     work = -1 if sparse else weight_gradient_work(_elements_behind(node, 0), 0)
@@ -156,11 +157,10 @@ class Deferred:
         self._formula = recipe.formula
         # Without detach() each would keep the graph behind it alive.
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
         # A node written in Python is not kept alive by a reference to it, but by those that lead to it.
         self._targets = [
-            GradientEdge(target, number, node if issubclass(type(target), torch._C._FunctionBase) else None)
-            for target, number in targets
+            GradientEdge(target, number, node if is_python_node(target) else None) for target, number in targets
         ]
         self._gradient: Tensor | None = None
         self._handle = register_own_hook(node.register_hook, self._record)
@@ -174,9 +174,9 @@ class Deferred:
         """
         tensors = []
         for name in recipe.ingredients:
-            if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None:
+            if is_packed(node, name):
                 return None
-            tensors.append(getattr(node, f"_saved_{name}"))
+            tensors.append(saved_value(node, name))
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
         made = cls(node, recipe, tensors, targets)
@@ -213,10 +213,10 @@ class Deferred:
         if gradient is None:
             return []
         for tensor, version in zip(tensors, self._versions, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise InputError(
                     f"a tensor of shape {list(tensor.shape)} that {self._kind} saved for a weight gradient was changed "
-                    f"in place between input_backward and weight_backward (version {tensor._version}, expected "
+                    f"in place between input_backward and weight_backward (version {version_of(tensor)}, expected "
                     f"{version}): change it after weight_backward, or change a copy"
                 )
         pairs = zip(self._targets, self._formula(gradient, *tensors), strict=True)

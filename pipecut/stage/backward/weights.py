@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ...torch_internals import has_gradient_hooks, hooks_registered
+
 _MARK = "pipecut tests who holds this node"
 
 
@@ -63,39 +65,10 @@ class StageWeights:
         if self._are_held:
             return False
         if self._foreign_hooks != _foreign_hook_count():
-            if any(map(_has_hooks, self.parameters)):
+            if any(map(has_gradient_hooks, self.parameters)):
                 return False
             self._foreign_hooks = _foreign_hook_count()
         return True
-
-
-def trainable_parameters(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module that require a gradient, each once.
-
-    A walk by hand, for it happens in every step: `module.parameters()` takes several calls per part.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> _ = layer.bias.requires_grad_(False)
-    >>> [parameter is layer.weight for parameter in trainable_parameters(nn.Sequential(layer, layer))]
-    [True]
-    """
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    stack: list[nn.Module | None] = [module]
-    while stack:
-        part = stack.pop()
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                found[id(parameter)] = parameter
-        stack += part._modules.values()
-    return list(found.values())
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _is_held(parameter: Tensor) -> bool:
@@ -122,16 +95,10 @@ _own_hooks = 0
 def register_own_hook(register: Callable[[_Hook], RemovableHandle], hook: _Hook) -> RemovableHandle:
     """Register a hook that does not count as one of other code."""
     global _own_hooks
-    before = RemovableHandle.next_id
+    before = hooks_registered()
     handle = register(hook)
-    _own_hooks += RemovableHandle.next_id - before
+    _own_hooks += hooks_registered() - before
     return handle
-
-
-def is_only_hook(handle: RemovableHandle) -> bool:
-    """Return True if a hook is the only one of its kind at its place."""
-    hooks = handle.hooks_dict_ref()
-    return hooks is not None and len(hooks) == 1
 
 
 def _foreign_hook_count() -> int:
@@ -142,7 +109,7 @@ def _foreign_hook_count() -> int:
     >>> _foreign_hook_count() - before
     1
     """
-    return RemovableHandle.next_id - _own_hooks
+    return hooks_registered() - _own_hooks
 
 
 # An estimate of the cost of deferring weight gradients, beside that of the backward. Everything is counted in

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InputError, PipeError
 from ...pipe_ir import TiedParameter, TracedModel, clone
 from ...text import listed, tensor_text
+from ...torch_internals import EXTRA_STATE, TorchDispatchMode, schema_of, storage_id
 from .checkpoint import Checkpoint
 from .load import (
     CheckpointLike,
@@ -32,7 +32,7 @@ from .tensors import StageTensor, has_values, named_tensors, stage_tensors
 
 InitFunction = Callable[[nn.Module], Any]
 
-_EXTRA = "_extra_state"
+_EXTRA = EXTRA_STATE
 _SHOWN = 5
 
 
@@ -271,16 +271,16 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
+        for place, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(tensor, Tensor):
-                        self.memory.add(tensor.untyped_storage()._cdata)
+                        self.memory.add(storage_id(tensor))
         return func(*args, **kwargs)
 
     def has_recorded(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self.memory
+        return storage_id(tensor) in self.memory
 
 
 def _check_all_written(empty: Sequence[StageTensor], writes: _Writes) -> None:

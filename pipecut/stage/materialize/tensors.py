@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ...errors import PipeError
 from ...pipe_ir import TiedParameter, TracedModel
+from ...torch_internals import FakeTensor, make_subclass
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _empty_like(name: str, old: Tensor, device: torch.device) -> Tensor:
     data = torch.empty_like(form, device=device)
     if isinstance(old, nn.Parameter):
         of_kind = kind if issubclass(kind, nn.Parameter) else nn.Parameter
-        return torch.Tensor._make_subclass(of_kind, data, old.requires_grad)
+        return make_subclass(of_kind, data, old.requires_grad)
     return data.requires_grad_(old.requires_grad)
 
 
@@ -143,6 +143,8 @@ def empty_weights() -> Iterator[None]:
 
 def _move_to_meta(parameter: nn.Parameter) -> None:
     """Move a parameter to the meta device: the very object, for another module may be about to share it."""
-    empty = torch.Tensor._make_subclass(type(parameter), parameter.detach().to("meta"), parameter.requires_grad)
+    if is_lazy(parameter) or parameter.device.type == "meta":
+        return
+    empty = make_subclass(type(parameter), parameter.detach().to("meta"), parameter.requires_grad)
     vars(empty).update(vars(parameter))
     torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +20,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import InputError
 from ...text import listed
+from ...torch_internals import (
+    ReplicateState,
+    average_static_graph,
+    averaged_parameters,
+    hold_static_graph,
+    hook_based_options,
+    mark_ready,
+    replicate_class,
+    static_graph_has_run,
+)
 from .base import Replica
 
 _STATIC_GRAPH = "_pipecut_static_graph"
@@ -31,7 +40,7 @@ def copied_by(part: nn.Module) -> str | None:
     if isinstance(part, DistributedDataParallel):
         return _Wrapped.called
     # While the module of replicate() is not imported, nothing is under it.
-    kind: type | None = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    kind = replicate_class()
     return _Replicated.called if kind is not None and isinstance(part, kind) else None
 
 
@@ -161,14 +170,14 @@ class _AllReady(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         for number in ctx.ready:
-            ctx.reducer._autograd_hook(number)
+            mark_ready(ctx.reducer, number)
         return (gradient, *(None,) * (ctx.inputs - 1))
 
 
 def _parameters_of(copied: _Copied) -> dict[str, Tensor]:
     """Return the averaged parameters, in the order of the wrapper."""
     parameters = {name: parameter for name, parameter in copied.named_parameters() if parameter.requires_grad}
-    averaged = copied.wrapper._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+    averaged = averaged_parameters(copied.wrapper)
     if len(parameters) != averaged:
         raise InputError(
             f"{copied.called} was made with {averaged} parameters to train, and {len(parameters)} are to be "
@@ -179,12 +188,7 @@ def _parameters_of(copied: _Copied) -> dict[str, Tensor]:
 
 def _refuse_unusual(module: DistributedDataParallel, called: str) -> None:
     """Raise on options with which gradients are averaged by hooks of their own, in every backward."""
-    unusual = {
-        "mixed_precision": module.mixed_precision is not None,
-        "delay_all_reduce_named_params": bool(module._delay_all_reduce_params),
-        "the python reducer of torch.compile": module._use_python_reducer,
-    }
-    for name, used in unusual.items():
+    for name, used in hook_based_options(module).items():
         if used:
             raise InputError(
                 f"{called} with {name} averages in every backward, and a stage has many in a step: "
@@ -238,47 +242,10 @@ class _Wrapped:
         return self.wrapper.no_sync()
 
 
-class _Replicated:
+class _Replicated(ReplicateState):
     """A module that was given to `replicate()`."""
 
     called = "replicate()"
-
-    def __init__(self, module: nn.Module) -> None:
-        from torch.distributed._composable.replicate import replicate  # slow to import, and imported by now
-
-        # No public way gives the group, nor makes the wrapper.
-        self._state: Any = replicate.state(module)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._state.has_initialized:
-            return self._state._ddp.process_group  # type: ignore[no-any-return]
-        options = self._state._init_kwargs
-        mesh, group = options.get("device_mesh"), options.get("process_group")
-        found = mesh.get_group() if mesh is not None else group if group is not None else dist.group.WORLD
-        assert isinstance(found, dist.ProcessGroup)  # torch.distributed is initialised
-        return found
-
-    @property
-    def wrapper(self) -> DistributedDataParallel:
-        if not self._state.has_initialized:
-            self._state.lazy_init()
-        return self._state._ddp  # type: ignore[no-any-return]
-
-    @property
-    def averages(self) -> bool:
-        return not self._state._no_sync
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from zip(self._state._param_names, self._state._param_list, strict=True)
-
-    @contextlib.contextmanager
-    def without_average(self) -> Iterator[None]:
-        before, self._state._no_sync = self._state._no_sync, True
-        try:
-            yield
-        finally:
-            self._state._no_sync = before
 
 
 class _StaticGraph:
@@ -289,7 +256,7 @@ class _StaticGraph:
     """
 
     def __init__(self, module: Any, parameters: Mapping[str, Tensor]) -> None:
-        if module._static_graph_delay_allreduce_enqueued:
+        if static_graph_has_run(module):
             raise InputError(
                 "DistributedDataParallel with static_graph=True has run outside of the pipeline, and expects each step "
                 "to be like that: make it anew for the stage"
@@ -315,7 +282,7 @@ class _StaticGraph:
         """Begin to count with the reducer, and keep it from averaging after the first backward."""
         if self._is_first_step and not self._is_counting:
             self._is_counting = True
-            self._module._static_graph_delay_allreduce_enqueued = True
+            hold_static_graph(self._module)
             for number, parameter in enumerate(self._parameters.values()):
                 count = functools.partial(self._count, number)
                 handle = parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
@@ -332,10 +299,7 @@ class _StaticGraph:
         for counter in self._counters:
             counter.remove()
         self.unused_here = self._without_gradient()
-        reducer = self._module.reducer
-        reducer.prepare_for_forward()
-        reducer.prepare_for_backward([])
-        reducer._delay_all_reduce()
+        average_static_graph(self._module)
         self.unused_anywhere = self._without_gradient()
         return True
 

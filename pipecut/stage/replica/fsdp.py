@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...torch_internals import fsdp_mesh_infos
 from .base import Replica
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ class Shards(Replica):
         self._passages = [_passage(root) for root in _roots(module)]
         self._device = next(module.parameters()).device
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
-        self._sharding_parts = [part for part in self._parts if any(map(_shards, _meshes(part)))]
+        self._sharding_parts = [part for part in self._parts if any(map(_shards, fsdp_mesh_infos(part)))]
         self.is_sharded = bool(self._sharding_parts)
-        groups = [group for part in self._parts for info in _meshes(part) for group in info.mesh.get_all_groups()]
+        groups = [
+            group for part in self._parts for info in fsdp_mesh_infos(part) for group in info.mesh.get_all_groups()
+        ]
         self.groups = list({group.group_name: group for group in groups}.values())
         self._handles: list[UnshardHandle | None] = []
         self._is_planned = False
@@ -138,14 +141,6 @@ def _passage(root: nn.Module) -> _Passage:
     passage = cast(_Passage, getattr(root, name))
     delattr(root, name)
     return passage
-
-
-def _meshes(part: FSDPModule) -> list[Any]:
-    """Return the meshes of a part. No public way gives them: its parameters may have others, over the same ranks."""
-    state: Any = part._get_fsdp_state()
-    # The latter in releases of torch that know one group of parameters only.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group.mesh_info for group in groups if group is not None]
 
 
 def _shards(mesh_info: Any) -> bool:

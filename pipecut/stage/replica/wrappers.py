@@ -50,21 +50,6 @@ def wrapped_parts(module: nn.Module) -> frozenset[int]:
     )
 
 
-def part_types(module: nn.Module) -> dict[int, type]:
-    """Return the type of each part of a module by its id: wrapping a part changes one or the other.
-
-    A walk by hand, for it happens in every step.
-    """
-    types: dict[int, type] = {}
-    stack: list[nn.Module | None] = [module]
-    while stack:
-        part = stack.pop()
-        if part is not None and id(part) not in types:
-            types[id(part)] = type(part)
-            stack += part._modules.values()
-    return types
-
-
 def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
     """Raise if a stage is copied over ranks of its own pipeline, which hold other stages."""
     own = set(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}

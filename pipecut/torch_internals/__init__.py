@@ -1,0 +1,74 @@
+"""Every use of torch that no documentation promises, in one place; all of it was seen to work with torch 2.13.
+
+Each function says why public torch is not enough, and has a test in tests/torch_internals: with another version of
+torch these fail first, and name what has changed. No other room touches a name of torch that begins with an underscore.
+"""
+
+from .autograd import gradient_shape as gradient_shape
+from .autograd import has_gradient_hooks as has_gradient_hooks
+from .autograd import hooks_registered as hooks_registered
+from .autograd import is_only_hook as is_only_hook
+from .autograd import is_packed as is_packed
+from .autograd import is_python_node as is_python_node
+from .autograd import profiler_is_on as profiler_is_on
+from .autograd import run_backward as run_backward
+from .autograd import saved_value as saved_value
+from .autograd import tensor_hooks as tensor_hooks
+from .distributed import ReplicateState as ReplicateState
+from .distributed import abort_connections as abort_connections
+from .distributed import average_static_graph as average_static_graph
+from .distributed import averaged_parameters as averaged_parameters
+from .distributed import fsdp_mesh_infos as fsdp_mesh_infos
+from .distributed import hold_static_graph as hold_static_graph
+from .distributed import hook_based_options as hook_based_options
+from .distributed import mark_ready as mark_ready
+from .distributed import mesh_layout as mesh_layout
+from .distributed import number_of_groups as number_of_groups
+from .distributed import replicate_class as replicate_class
+from .distributed import static_graph_has_run as static_graph_has_run
+from .modules import EXTRA_STATE as EXTRA_STATE
+from .modules import HOOK_DICTS as HOOK_DICTS
+from .modules import STATE_DICTS as STATE_DICTS
+from .modules import BatchNorm as BatchNorm
+from .modules import backward_hooks as backward_hooks
+from .modules import buffers_of as buffers_of
+from .modules import children_of as children_of
+from .modules import forward_hooks as forward_hooks
+from .modules import is_compiled as is_compiled
+from .modules import is_wrapped_hook as is_wrapped_hook
+from .modules import parameters_of as parameters_of
+from .modules import part_types as part_types
+from .modules import trainable_parameters as trainable_parameters
+from .modules import unsaved_buffers as unsaved_buffers
+from .operators import is_composite as is_composite
+from .operators import is_higher_order as is_higher_order
+from .operators import is_overload as is_overload
+from .operators import overload_name as overload_name
+from .operators import schema_of as schema_of
+from .patches import intercepted_checkpoints as intercepted_checkpoints
+from .patches import intercepted_functions as intercepted_functions
+from .patches import parameters_prepared as parameters_prepared
+from .patches import replaced as replaced
+from .patches import sizes_of_one_traced as sizes_of_one_traced
+from .patches import tensors_not_copied as tensors_not_copied
+from .tensors import FAKE_TENSOR_LOGGER as FAKE_TENSOR_LOGGER
+from .tensors import FakeTensor as FakeTensor
+from .tensors import FakeTensorMode as FakeTensorMode
+from .tensors import TorchDispatchMode as TorchDispatchMode
+from .tensors import add_each_ as add_each_
+from .tensors import make_subclass as make_subclass
+from .tensors import storage_id as storage_id
+from .tensors import version_of as version_of
+from .tracing import ENTER_AUTOCAST as ENTER_AUTOCAST
+from .tracing import ENTER_VMAP as ENTER_VMAP
+from .tracing import EXIT_AUTOCAST as EXIT_AUTOCAST
+from .tracing import EXIT_VMAP as EXIT_VMAP
+from .tracing import SET_GRAD_ENABLED as SET_GRAD_ENABLED
+from .tracing import asks_for_plain_number as asks_for_plain_number
+from .tracing import assume as assume
+from .tracing import makes_higher_order as makes_higher_order
+from .tracing import python_text as python_text
+from .tracing import pytree as pytree
+from .tracing import symbol_source as symbol_source
+from .tracing import traced_operator as traced_operator
+from .tracing import watch_size_decisions as watch_size_decisions

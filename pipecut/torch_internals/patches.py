@@ -1,0 +1,134 @@
+"""Changes of torch itself that last for a `with` block.
+
+Hooks and modes do not reach these places: `Function.apply` that users keep in a variable, the generator behind
+non-reentrant checkpoints, `copy.deepcopy` of tensors, the registration of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_config
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.autograd.function import Function
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a class or module for a block; one that `owner` inherits is inherited again afterwards.
+
+    >>> with replaced(torch, "pi", 3):
+    ...     torch.pi
+    3
+    >>> torch.pi > 3
+    True
+    """
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def intercepted_functions(on_apply: Callable[..., Any]) -> Iterator[None]:
+    """Route `Function.apply` of every class through `on_apply(cls, run, args, kwargs)`.
+
+    Users keep `relu6 = MyRelu6.apply` in a global, so replacing the attribute is not enough: the code of the one
+    function behind all of them is exchanged, and put back.
+    """
+    function = Function.apply.__func__  # type: ignore[attr-defined]
+    code = function.__code__
+    original = types.FunctionType(code, function.__globals__, "apply", function.__defaults__, function.__closure__)
+
+    def route(cls: type[Function], args: Any, kwargs: Any) -> Any:
+        return on_apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
+
+    function.__code__ = _routed_code(len(_ROUTES), code.co_freevars)
+    _ROUTES.append(route)
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        _ROUTES.pop()
+
+
+_ROUTES: list[Callable[..., Any]] = []
+
+
+def _routed_code(depth: int, free_names: tuple[str, ...]) -> types.CodeType:
+    """Return code that calls one of the routes, with the free variables of the closure of the exchanged function."""
+    lines = [
+        "def outer():",
+        *[f"    {name} = None" for name in free_names],
+        "    def apply(cls, *args, **kwargs):",
+        *[f"        {name}" for name in free_names],
+        f"        from {__name__} import _ROUTES",
+        f"        return _ROUTES[{depth}](cls, args, kwargs)",
+        "    return apply",
+    ]
+    namespace: dict[str, Any] = {}
+    exec("\n".join(lines), namespace)
+    code: types.CodeType = namespace["outer"]().__code__
+    return code
+
+
+@contextlib.contextmanager
+def intercepted_checkpoints(on_checkpoint: Callable[..., Iterator[None]]) -> Iterator[None]:
+    """Route non-reentrant `checkpoint` calls through the generator `on_checkpoint(arguments, options)`.
+
+    The reentrant ones are autograd functions.
+    """
+
+    def generator(
+        function: Any, preserve: bool, context_fn: Any, determinism: str, debug: bool, early_stop: bool,
+        *args: Any, **kwargs: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        options = {
+            "use_reentrant": False,
+            "preserve_rng_state": preserve,
+            "context_fn": context_fn,
+            "determinism_check": determinism,
+        }
+        return on_checkpoint((*args, *kwargs.values()), options)
+
+    with replaced(torch_checkpoint, "_checkpoint_without_reentrant_generator", generator):
+        yield
+
+
+@contextlib.contextmanager
+def tensors_not_copied() -> Iterator[None]:
+    """Let `copy.deepcopy` keep all tensors that it meets, wherever they are."""
+    with contextlib.ExitStack() as stack:
+        for cls in (torch.Tensor, nn.Parameter):
+            stack.enter_context(replaced(cls, "__deepcopy__", lambda tensor, memo: tensor))
+        yield
+
+
+@contextlib.contextmanager
+def parameters_prepared(prepare: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `prepare` with each parameter just before a module registers it."""
+    register = nn.Module.register_parameter
+
+    def prepare_and_register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            prepare(param)
+        register(module, name, param)
+
+    with replaced(nn.Module, "register_parameter", prepare_and_register):
+        yield
+
+
+def sizes_of_one_traced() -> contextlib.AbstractContextManager[Any]:
+    """Trace the sizes 0 and 1 as sizes like others: by default torch.export fixes them."""
+    return symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
