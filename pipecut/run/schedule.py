@@ -178,15 +178,15 @@ class PipelineSchedule:
         """Forward only, without gradients. The mode of the modules is up to you: call `stage.submod.eval()` before."""
         return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses))
 
-    def register_custom_function(self, computation_type: Op | str, custom_function: CustomFunction) -> None:
-        """Let `custom_function(action, context)` do all actions of a kind; `context.run(action)` does one as usual.
+    def register_custom_function(self, op: Op | str, function: CustomFunction) -> None:
+        """Let `function(action, context)` run all actions of a kind; `context.run(action)` runs one as usual.
 
         Register on every rank before the first step, for instance for OVERLAP_F_B.
         """
-        kind = checked_op(computation_type)
+        kind = checked_op(op)
         if self._runners:
             raise InputError("register custom functions before the first step")
-        self._custom[kind] = custom_function
+        self._custom[kind] = function
 
     def trace(self) -> Timeline:
         """What the last call of `step` or `eval` did on the ranks of this process, if `tracing` was on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -110,15 +110,15 @@ def plan_for(name: str, *, ranks: int, microbatches: int, chunks: int | None = N
     return FAMILIES[known_name(name)].plan(ranks, microbatches, chunks)
 
 
-def known_name(name: str, others: Iterable[str] = ()) -> str:
-    """Return a schedule's name as it was registered, however it is spelled; an error lists `others` as known too.
+def known_name(name: str) -> str:
+    """Return a schedule's name as it was registered, however it is spelled.
 
     >>> known_name("schedule_zbh1")
     'ZB-H1'
     """
     known = _names().get(_plain(name)) if isinstance(name, str) else None
     if known is None:
-        raise _unknown(name, others)
+        raise _unknown(name)
     return known
 
 
@@ -135,12 +135,12 @@ def _origin(function: Callable[..., object]) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-def _unknown(name: object, others: Iterable[str]) -> PlanError:
+def _unknown(name: object) -> PlanError:
     plain, names = _plain(str(name)), _names()
     alike = [known for short, known in names.items() if plain and short.startswith(plain)]
     alike = alike or [names[short] for short in difflib.get_close_matches(plain, names, n=3, cutoff=0.6)]
     near = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else ""
-    return PlanError(f"Unknown schedule name {name!r}.{near} Known are {', '.join((*FAMILIES, *others))}.")
+    return PlanError(f"Unknown schedule name {name!r}.{near} Known are {', '.join(FAMILIES)}.")
 
 
 def _wrong_chunks(family: Family, chunks: int) -> PlanError:

@@ -7,8 +7,10 @@ from random import Random
 
 import pytest
 
-from pipecut import PlanError, PlannedSchedule
-from pipecut.schedule import Plan, plan_for
+import pipecut
+from pipecut import PipelineScheduleSingle, PlanError, PlannedSchedule
+from pipecut.schedule import FAMILIES, Action, Op, Placement, Plan, plan_for
+from pipecut.schedule.registry import schedule as register
 from tests.schedule.random_plans import Shape, random_plan
 from tests.schedule.test_handwritten_plans import USER_MADE
 from tests.support.models import (
@@ -60,6 +62,28 @@ def test_a_plan_with_transfers_that_lacks_those_of_a_skip_is_refused() -> None:
         PlannedSchedule(traced_stages(pipe), plan, problem.loss_fn).step(
             *problem.args, target=problem.target, **problem.kwargs
         )
+
+
+def test_a_registered_family_has_a_class() -> None:
+    before = dict(FAMILIES)
+
+    @register("One-by-one")
+    def one_by_one(placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+        """Run one microbatch after the other."""
+        ops = (Op.FORWARD, Op.FULL_BACKWARD)
+        row = [(op, microbatch) for microbatch in range(microbatches) for op in ops]
+        return tuple(tuple(Action(rank, op, number) for op, number in row) for rank in range(placement.ranks))
+
+    try:
+        kind = pipecut.get_schedule_class("one-by-one")
+        assert kind is pipecut.get_schedule_class("ScheduleOnebyone")
+        assert issubclass(kind, PipelineScheduleSingle)
+        assert (kind.__name__, kind.__doc__) == ("ScheduleOnebyone", "Run one microbatch after the other.")
+        problem = chain_problem(2, samples=5)
+        assert_trains_as_uncut(kind(stages_of_chain(problem.model), 2, problem.loss_fn), problem)
+    finally:
+        FAMILIES.clear()
+        FAMILIES.update(before)
 
 
 @pytest.mark.parametrize("lowered", [False, True])
