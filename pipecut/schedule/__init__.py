@@ -68,9 +68,8 @@ from .lower.sharding import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
 from .lower.sharding import shard_row as shard_row
 from .lower.sharding import spliced as spliced
 from .lower.transfers import add_transfers as add_transfers
-from .plan import Rows as Rows
-from .plan import load_csv as load_csv
-from .plan import save_csv as save_csv
+from .action import Rows as Rows
+from .plan_text import load_csv as load_csv
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family
 from .registry import known_name as known_name

@@ -1,4 +1,4 @@
-"""What a rank does in one step of a plan, and its text form."""
+"""Actions, the smallest parts of a plan, and their text form."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class Op(str, Enum):
     REDUCE_TIES = "REDUCE_TIES"
     OVERLAP_F_B = "OVERLAP_F_B"
 
+    __hash__ = str.__hash__  # that of Enum is a call of Python, and plans are read through dicts and sets of ops
+
     def __str__(self) -> str:
         return str(self.value)
 
     @staticmethod
     def from_str(action: str) -> Op:
-        """The kind that a text stands for."""
+        """Return the kind that a text stands for."""
         if action not in _OPS:
             raise UnknownOpError(
                 f"Invalid computation type {action}.{did_you_mean(action, _OPS)} Known are {', '.join(_OPS)}."
@@ -53,7 +55,7 @@ _ARROW = {Op.SEND_F: "->", Op.SEND_B: "->", Op.RECV_F: "<-", Op.RECV_B: "<-"}
 
 
 class Action(NamedTuple):
-    """One step of one rank: an Op on a stage, for a microbatch.
+    """One slot of one rank: an Op on a stage, for a microbatch.
 
     >>> Action(2, Op.FORWARD, 0), Action(0, Op.UNSHARD), Action(2, Op.SEND_B, 2)
     (2F0, 0UNSHARD, 2SEND_B2)
@@ -78,12 +80,12 @@ class Action(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action runs the stage's module, forward or backward."""
+        """True if the action runs the stage's module, forward or backward."""
         return self.op in COMPUTE
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the action is one end of a message between two stages."""
+        """True if the action is one end of a message between two stages."""
         return self.op in TRANSFERS
 
     @property
@@ -102,13 +104,16 @@ class Action(NamedTuple):
         return transfer(_COUNTERPART[self.op], self.other_stage, self.microbatch, self.stage)
 
 
+Rows = tuple[tuple[Action | None, ...], ...]  # the actions of each rank; None is a bubble
+
+
 def transfer(op: Op, stage: int, microbatch: int | None, peer: int) -> Action:
-    """One end of a message, with the peer left out where it is the neighbour, so that equal actions compare equal."""
+    """Return one end of a message, without a peer that is the neighbour, so that equal actions compare equal."""
     return Action(stage, op, microbatch, None if peer == stage + NEIGHBOUR[op] else peer)
 
 
 def overlap(*parts: Action) -> Action:
-    """A forward and a backward that may run at the same time."""
+    """Return an action of several that may run at the same time."""
     return Action(-1, Op.OVERLAP_F_B, None, None, parts)
 
 
@@ -124,7 +129,7 @@ _EXAMPLES = "2F0, 1I3, 0UNSHARD, 2SEND_B2, 0SEND_F1->3 or (1F1;2B0)OVERLAP_F_B"
 
 
 def parse_action(text: str) -> Action | None:
-    """The action that a text stands for; blank text is a bubble, None.
+    """Return the action that a text stands for; blank text is a bubble, None.
 
     >>> parse_action("2F0")
     2F0

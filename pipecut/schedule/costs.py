@@ -1,4 +1,4 @@
-"""What the actions of a plan cost: time and memory, for each stage."""
+"""Costs of the actions of a plan: time and memory, for each stage."""
 
 from __future__ import annotations
 
@@ -13,33 +13,6 @@ from .placement import Placement
 from .plan import Plan
 from .ties import tie_messages
 
-# MERGED: One number that a user gives: what it may be.
-
-
-def amount(what: str, value: object, *, signed: bool = False, endless: bool = False) -> float:
-    """The value as a float, if it is a number: finite unless `endless`, not negative unless `signed`.
-
-    `what` names it in errors.
-
-    >>> amount("forward", 18), amount("memory_limit", float("inf"), endless=True)
-    (18.0, inf)
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise PlanError(f"{what}={value!r} is no number: give one such as 18.5.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = -math.inf if value < 0 else math.inf
-    if math.isnan(number) or (math.isinf(number) and not endless):
-        remedy = "give a finite number, or inf for no limit" if endless else "give a finite number"
-        raise PlanError(f"{what}={number} is not finite: {remedy}.")
-    if number < 0 and not signed:
-        raise PlanError(f"{what}={value} is negative: give 0 or more.")
-    return number
-
-
-# MERGED: How long a message between two ranks takes.
-
 
 @dataclass(frozen=True)
 class Link:
@@ -53,95 +26,22 @@ class Link:
     bandwidth: float  # bytes in one unit of time
 
     def __post_init__(self) -> None:
-        amount("latency", self.latency)
-        if amount("bandwidth", self.bandwidth, signed=True) <= 0:
+        checked_number("latency", self.latency)
+        if checked_number("bandwidth", self.bandwidth, allow_negative=True) <= 0:
             raise PlanError(
                 f"bandwidth={self.bandwidth}: no message would ever arrive; give the bytes that pass in one unit of "
                 "time, more than 0."
             )
 
     def time(self, size: float) -> float:
-        """How long a message of that many bytes takes."""
+        """Return the time that a message of that many bytes takes."""
         return self.latency + size / self.bandwidth
 
 
-Pair = tuple[int, int]
-_Transfer = float | Link | Mapping[Pair, float | Link]  # for all pairs of ranks, or by (source rank, target rank)
-_MessageBytes = float | Mapping[Pair, float]  # for all messages, or by (maker stage, user stage)
-
-
-def _check_transfer(transfer: object) -> None:
-    """Refuse what is neither a time, nor a Link, nor one of them for each pair of ranks."""
-    if not isinstance(transfer, Mapping):
-        _check_one("transfer", transfer)
-        return
-    for pair, value in transfer.items():
-        _check_pair("transfer", pair, "(source rank, target rank)")
-        _check_one(f"transfer[{pair}]", value)
-
-
-def _check_message_bytes(message_bytes: object, transfer: object) -> None:
-    """Refuse what is neither a size nor one for each pair of stages, and a Link without sizes."""
-    links = list(transfer.values()) if isinstance(transfer, Mapping) else [transfer]
-    with_link = any(isinstance(link, Link) for link in links)
-    if message_bytes is None:
-        if with_link:
-            raise PlanError("transfer has a Link, whose time depends on the size of a message: give message_bytes too.")
-        return
-    if not isinstance(message_bytes, Mapping):
-        amount("message_bytes", message_bytes)
-        return
-    for pair, value in message_bytes.items():
-        _check_pair("message_bytes", pair, "(maker stage, user stage)")
-        amount(f"message_bytes[{pair}]", value)
-
-
-def _message_time(transfer: _Transfer, message_bytes: _MessageBytes, ranks: Pair, edge: Pair) -> float:
-    """How long what passes along an edge (maker stage, user stage) takes from the first rank to the second."""
-    link = _of_pair(transfer, ranks)
-    return link.time(_size(message_bytes, edge)) if isinstance(link, Link) else float(link)
-
-
-def _of_pair(transfer: _Transfer, ranks: Pair) -> float | Link:
-    if not isinstance(transfer, Mapping):
-        return transfer
-    if ranks not in transfer:
-        raise PlanError(
-            f"transfer has no value for messages from rank {ranks[0]} to rank {ranks[1]}: add transfer[{ranks}]."
-        )
-    return transfer[ranks]
-
-
-def _size(message_bytes: _MessageBytes, edge: Pair) -> float:
-    if not isinstance(message_bytes, Mapping):
-        return message_bytes
-    if edge not in message_bytes:
-        raise PlanError(
-            f"message_bytes has no value for what passes between stage {edge[0]}, its maker, and stage {edge[1]}, its "
-            f"user: add message_bytes[{edge}]."
-        )
-    return message_bytes[edge]
-
-
-def _check_one(what: str, value: object) -> None:
-    if not isinstance(value, Link | Real):
-        raise PlanError(
-            f"{what}={value!r}: give the time that a message takes, a Link(latency, bandwidth), or a dict from "
-            "(source rank, target rank) to these."
-        )
-    if not isinstance(value, Link):
-        amount(what, value)
-
-
-def _check_pair(what: str, pair: object, names: str) -> None:
-    numbers = pair if isinstance(pair, tuple) else ()
-    if len(numbers) != 2 or not all(isinstance(number, int) for number in numbers):
-        raise PlanError(f"{what} has the key {pair!r}: its keys are pairs {names}, such as (0, 1).")
-
-
-__all__ = ["CostTable", "Costs", "Link"]
-
 _PerStage = float | Sequence[float] | Mapping[int, float]
+_Pair = tuple[int, int]
+_Transfer = float | Link | Mapping[_Pair, float | Link]  # for all pairs of ranks, or by (source rank, target rank)
+_MessageBytes = float | Mapping[_Pair, float]  # for all messages, or by (maker stage, user stage)
 
 TIMES = ("forward", "backward_input", "backward_weight", "full_backward")
 MEMORY = ("memory_forward", "memory_backward_input", "memory_backward_weight")
@@ -152,12 +52,12 @@ class CostTable:
     """The costs of the four computations for every stage of one plan: `time[Op.FORWARD][stage]`."""
 
     time: Mapping[Op, tuple[float, ...]]
-    memory: Mapping[Op, tuple[float, ...]]  # what each adds; negative where it frees
+    memory: Mapping[Op, tuple[float, ...]]  # that each adds; negative where it frees
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs, in any unit of time and of memory.
+    """The costs of one microbatch, in any unit of time and of memory.
 
     A plain number is the work of a whole rank, and is divided among the stages of that rank; a list has one number for
     each stage, and so has a dict from stage to number. A full backward takes as long as both halves unless
@@ -192,11 +92,11 @@ class Costs:
         for name in TIMES + MEMORY:
             value = getattr(self, name)
             if value is not None or name != "full_backward":
-                object.__setattr__(self, name, _checked(name, value, signed=name in MEMORY))
+                object.__setattr__(self, name, _checked(name, value, allow_negative=name in MEMORY))
         _check_transfer(self.transfer)
         _check_message_bytes(self.message_bytes, self.transfer)
         if self.tie_bytes is not None:
-            sizes = (amount(f"tie_bytes[{number}]", size) for number, size in enumerate(self.tie_bytes))
+            sizes = (checked_number(f"tie_bytes[{number}]", size) for number, size in enumerate(self.tie_bytes))
             object.__setattr__(self, "tie_bytes", tuple(sizes))
         for name in ("transfer", "message_bytes"):
             value = getattr(self, name)
@@ -204,7 +104,7 @@ class Costs:
                 object.__setattr__(self, name, dict(value))
 
     def table(self, plan: Plan) -> CostTable:
-        """The costs of every stage of a plan."""
+        """Return the costs of every stage of a plan."""
         column = {
             name: _by_stage(name, getattr(self, name), plan)
             for name in TIMES + MEMORY
@@ -227,7 +127,7 @@ class Costs:
         )
 
     def message_time(self, placement: Placement, op: Op, stage: int, other: int) -> float:
-        """How long a SEND_F or SEND_B takes from a stage to another one; a gradient has the size of its activation."""
+        """Return the time of a SEND_F or SEND_B from a stage to another; a gradient has the size of its activation."""
         ranks = placement.rank_of[stage], placement.rank_of[other]
         edge = (stage, other) if op is Op.SEND_F else (other, stage)
         return _message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
@@ -252,21 +152,95 @@ class Costs:
         )
 
 
-def _checked(name: str, value: object, *, signed: bool) -> _PerStage:
-    """The value with its numbers checked, in a form of its own: the caller may change theirs."""
+def _message_time(transfer: _Transfer, message_bytes: _MessageBytes, ranks: _Pair, edge: _Pair) -> float:
+    """Return the time of a message along an edge (maker stage, user stage) from the first rank to the second."""
+    link = _of_pair(transfer, ranks)
+    return link.time(_size(message_bytes, edge)) if isinstance(link, Link) else float(link)
+
+
+def _of_pair(transfer: _Transfer, ranks: _Pair) -> float | Link:
+    if not isinstance(transfer, Mapping):
+        return transfer
+    if ranks not in transfer:
+        raise PlanError(
+            f"transfer has no value for messages from rank {ranks[0]} to rank {ranks[1]}: add transfer[{ranks}]."
+        )
+    return transfer[ranks]
+
+
+def _size(message_bytes: _MessageBytes, edge: _Pair) -> float:
+    if not isinstance(message_bytes, Mapping):
+        return message_bytes
+    if edge not in message_bytes:
+        raise PlanError(
+            f"message_bytes has no value for what passes between stage {edge[0]}, its maker, and stage {edge[1]}, its "
+            f"user: add message_bytes[{edge}]."
+        )
+    return message_bytes[edge]
+
+
+def _check_transfer(transfer: object) -> None:
+    """Raise unless it is a time, a Link, or one of them for each pair of ranks."""
+    if not isinstance(transfer, Mapping):
+        _check_one("transfer", transfer)
+        return
+    for pair, value in transfer.items():
+        _check_pair("transfer", pair, "(source rank, target rank)")
+        _check_one(f"transfer[{pair}]", value)
+
+
+def _check_message_bytes(message_bytes: object, transfer: object) -> None:
+    """Raise unless it is a size or one for each pair of stages, and for a Link without sizes."""
+    links = list(transfer.values()) if isinstance(transfer, Mapping) else [transfer]
+    with_link = any(isinstance(link, Link) for link in links)
+    if message_bytes is None:
+        if with_link:
+            raise PlanError("transfer has a Link, whose time depends on the size of a message: give message_bytes too.")
+        return
+    if not isinstance(message_bytes, Mapping):
+        checked_number("message_bytes", message_bytes)
+        return
+    for pair, value in message_bytes.items():
+        _check_pair("message_bytes", pair, "(maker stage, user stage)")
+        checked_number(f"message_bytes[{pair}]", value)
+
+
+def _check_one(what: str, value: object) -> None:
+    if not isinstance(value, Link | Real):
+        raise PlanError(
+            f"{what}={value!r}: give the time that a message takes, a Link(latency, bandwidth), or a dict from "
+            "(source rank, target rank) to these."
+        )
+    if not isinstance(value, Link):
+        checked_number(what, value)
+
+
+def _check_pair(what: str, pair: object, names: str) -> None:
+    numbers = pair if isinstance(pair, tuple) else ()
+    if len(numbers) != 2 or not all(isinstance(number, int) for number in numbers):
+        raise PlanError(f"{what} has the key {pair!r}: its keys are pairs {names}, such as (0, 1).")
+
+
+def _checked(name: str, value: object, *, allow_negative: bool) -> _PerStage:
+    """Return a copy of the value with its numbers checked: the caller may change theirs."""
     if isinstance(value, Mapping):
         wrong = [stage for stage in value if not isinstance(stage, int)]
         if wrong:
             raise PlanError(f"{name} has the key {wrong[0]!r}: its keys are the numbers of stages, 0, 1, 2...")
-        return {stage: amount(f"{name}[{stage}]", each, signed=signed) for stage, each in value.items()}
+        return {
+            stage: checked_number(f"{name}[{stage}]", each, allow_negative=allow_negative)
+            for stage, each in value.items()
+        }
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(amount(f"{name}[{stage}]", each, signed=signed) for stage, each in enumerate(value))
+        return tuple(
+            checked_number(f"{name}[{stage}]", each, allow_negative=allow_negative) for stage, each in enumerate(value)
+        )
     if not isinstance(value, Real):
         raise PlanError(
             f"{name}={value!r}: give a number for a rank's work on one microbatch, a list with one for each stage, "
             "or a dict from stage to number."
         )
-    return amount(name, value, signed=signed)
+    return checked_number(name, value, allow_negative=allow_negative)
 
 
 def _by_stage(name: str, value: _PerStage, plan: Plan) -> tuple[float, ...]:
@@ -287,3 +261,23 @@ def _by_stage(name: str, value: _PerStage, plan: Plan) -> tuple[float, ...]:
 
 def _sums(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
     return tuple(one + other for one, other in zip(first, second, strict=True))
+
+
+def checked_number(name: str, value: object, *, allow_negative: bool = False, allow_inf: bool = False) -> float:
+    """Return the value as a float; raise an error that names it unless it is a finite number, 0 or more.
+
+    >>> checked_number("forward", 18), checked_number("memory_limit", float("inf"), allow_inf=True)
+    (18.0, inf)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise PlanError(f"{name}={value!r} is no number: give one such as 18.5.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = -math.inf if value < 0 else math.inf
+    if math.isnan(number) or (math.isinf(number) and not allow_inf):
+        remedy = "give a finite number, or inf for no limit" if allow_inf else "give a finite number"
+        raise PlanError(f"{name}={number} is not finite: {remedy}.")
+    if number < 0 and not allow_negative:
+        raise PlanError(f"{name}={value} is negative: give 0 or more.")
+    return number

@@ -1,24 +1,22 @@
-"""A plan: what every rank does, in order, in one training step."""
+"""Plans: the actions of every rank, in order, in one training step."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+import gc
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from os import PathLike
-from os.path import isdir
-from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from ..errors import MissingFileError, PlanError
+from ..errors import PlanError
 from ..text import plural
-from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, parse_action, transfer
+from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, Rows, parse_action, transfer
 from .placement import Placement, first_missing, positive
+from .plan_text import FilePath, grid, load_csv, save_csv
 from .rules import Dataflow
 
-Rows = tuple[tuple[Action | None, ...], ...]
-Given = Action | str | None  # how a user may write one step
+_Given = Action | str | None  # an action as a user may write it
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Plan:
     @classmethod
     def from_actions(
         cls,
-        actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]],
+        actions: Mapping[int, Iterable[_Given]] | Sequence[Iterable[_Given]],
         *,
         name: str = "custom",
         placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
@@ -64,7 +62,7 @@ class Plan:
         dataflow: Dataflow | None = None,
         training: bool | None = None,
     ) -> Plan:
-        """A plan of your own: actions, or their text, for each rank. What is not given is read from the actions.
+        """Make a plan from actions, or their text, of each rank. Arguments that are left out are read from the actions.
 
         Without `placement` a stage belongs to the rank that runs its forwards; without `dataflow` every stage feeds the
         next, and the skips are those that the plan's transfers name; without `training` a plan without any backward is
@@ -91,7 +89,7 @@ class Plan:
 
     @cached_property
     def has_transfers(self) -> bool:
-        """Whether the plan names its messages. A plan that does not gets them from `lower`."""
+        """True if the plan names its messages. A plan that does not gets them from `lower`."""
         return not self.ops.isdisjoint(TRANSFERS)
 
     @cached_property
@@ -109,53 +107,52 @@ class Plan:
         """The number of stages."""
         return self.placement.stages
 
-    def ranks_of_tie(self, number: int) -> list[int]:
-        """The ranks that hold a tied parameter."""
-        return sorted({self.placement.rank_of[stage] for stage in self.dataflow.ties[number]})
+    def ranks_of_tie(self, number: int) -> tuple[int, ...]:
+        """Return the ranks that hold a tied parameter."""
+        return tuple(sorted({self.placement.rank_of[stage] for stage in self.dataflow.ties[number]}))
 
     def with_actions(self, rows: Iterable[Iterable[Action | None]]) -> Plan:
-        """The same plan with other actions."""
+        """Return the same plan with other actions."""
         return replace(self, actions=tuple(map(tuple, rows)))
 
     def with_dataflow(self, dataflow: Dataflow) -> Plan:
-        """The same actions for a model whose stages use each other's values in another way."""
+        """Return the same actions for a model whose stages use each other's values in another way."""
         return replace(self, dataflow=dataflow)
 
     def grid(self, *, width: int | None = None) -> str:
-        """The plan as text: a row for each rank, a column for each step. `width` wraps it at that many characters.
+        """Return the plan as text: a row per rank, a column per slot. `width` wraps it at that many characters.
 
-        Every action stands in the first step in which it can run if each takes one; a plan that cannot run to its end
+        Every action stands in the first slot in which it can run if each takes one; a plan that cannot run to its end
         is shown as it is written.
         """
         from .lower import add_bubbles
 
-        return _grid_text(add_bubbles(self, allow_stuck=True), width=width)
+        return grid(add_bubbles(self, allow_stuck=True).actions, width=width)
 
     def validate(self) -> Plan:
-        """The plan itself, proven complete, in order and free of deadlock; otherwise a PlanError with every fault."""
+        """Prove the plan complete, in order and free of deadlock, and return it; raise a PlanError with every fault."""
         from .validate import validate
 
         validate(self)
         return self
 
     def lower(self, *, max_held: int | None = None, receives: str = "as_sent") -> Plan:
-        """The plan with all that running it takes: transfers, sums of tied gradients, and sharding if asked for."""
+        """Add all that running the plan takes: transfers, sums of tied gradients, and sharding if asked for."""
         from .lower import lower
 
         return lower(self, max_held=max_held, receives=receives)
 
-    def save_csv(self, path: str | PathLike[str]) -> None:
-        """Write one line a rank, one cell a step; a bubble is an empty cell.
+    def save_csv(self, path: FilePath) -> None:
+        """Write one line per rank, one cell per slot; a bubble is an empty cell.
 
         A file has the actions only: give a placement and a dataflow that cannot be read from them to `load_csv` again.
         """
-
-        save_csv(self, path)
+        save_csv(self.actions, path)
 
     @classmethod
     def load_csv(
         cls,
-        path: str | PathLike[str],
+        path: FilePath,
         *,
         name: str | None = None,
         placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
@@ -168,7 +165,6 @@ class Plan:
 
         `ragged=True` takes lines of different lengths: the short ones end in bubbles.
         """
-
         rows = load_csv(path, ragged=ragged)
         name = name if name is not None else str(path)
         return cls.from_actions(
@@ -176,7 +172,7 @@ class Plan:
         )
 
 
-def _rows(actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]]) -> Rows:
+def _rows(actions: Mapping[int, Iterable[_Given]] | Sequence[Iterable[_Given]]) -> Rows:
     by_rank = dict(actions) if isinstance(actions, Mapping) else dict(enumerate(actions))
     wrong = [rank for rank in by_rank if not isinstance(rank, int) or rank < 0]
     if wrong:
@@ -184,26 +180,26 @@ def _rows(actions: Mapping[int, Iterable[Given]] | Sequence[Iterable[Given]]) ->
     rows = []
     for rank in range(max(by_rank, default=-1) + 1):
         row = []
-        for step, given in enumerate(by_rank.get(rank, ())):
+        for slot, given in enumerate(by_rank.get(rank, ())):
             if given is not None and not isinstance(given, Action | str):
-                raise PlanError(f"Rank {rank}, step {step}: {given!r} is no action; give an Action, its text, or None.")
+                raise PlanError(f"Rank {rank}, slot {slot}: {given!r} is no action; give an Action, its text, or None.")
             try:
                 row.append(parse_action(given) if isinstance(given, str) else _normal(given))
             except PlanError as error:
-                raise PlanError(f"Rank {rank}, step {step}: {error}") from None
+                raise PlanError(f"Rank {rank}, slot {slot}: {error}") from None
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def _normal(action: Action | None) -> Action | None:
-    """A transfer whose peer is the neighbour does not name it, so that equal actions compare equal."""
+    """Leave out a peer that is the neighbour, so that equal actions compare equal."""
     if action is None or action.op not in TRANSFERS or action.peer is None:
         return action
     return transfer(action.op, action.stage, action.microbatch, action.peer)
 
 
 def _placement_of(rows: Rows) -> Placement:
-    """A stage is where its forwards are, or else where anything of it is computed."""
+    """Put a stage where its forwards are, otherwise where anything of it is computed."""
     rank_of: dict[int, int] = {}
     for ops in ({Op.FORWARD}, COMPUTE):
         for rank, row in enumerate(rows):
@@ -221,7 +217,7 @@ def _count_microbatches(leaves: Sequence[Action]) -> int:
 
 
 def _refuse_left_out(what: str, numbers: Collection[int]) -> None:
-    """Numbers are counted from what a plan does, so that one that is left out would be a smaller or a wrong plan."""
+    """Raise if a number is left out: they are counted from the actions, and the plan would be another one."""
     missing = first_missing(numbers)
     if not numbers or missing < len(numbers):
         there = f"has {what} {max(numbers)}, but nothing of" if numbers else "computes nothing of"
@@ -232,7 +228,7 @@ def _refuse_left_out(what: str, numbers: Collection[int]) -> None:
 
 
 def _dataflow_of(leaves: Sequence[Action], stages: int) -> Dataflow:
-    """The chain, and the skips that the transfers name."""
+    """Return the chain with the skips that the transfers name."""
     sent = {(leaf.stage, leaf.other_stage) for leaf in leaves if leaf.op is Op.SEND_F and leaf.peer is not None}
     back = {(leaf.other_stage, leaf.stage) for leaf in leaves if leaf.op is Op.SEND_B and leaf.peer is not None}
     inside = {(maker, user) for maker, user in sent | back if 0 <= maker < user < stages}
@@ -240,159 +236,25 @@ def _dataflow_of(leaves: Sequence[Action], stages: int) -> Dataflow:
     return replace(chain, activations=chain.activations | inside, gradients=chain.gradients | (back & inside))
 
 
-# MERGED: A plan as a text grid: a row for each rank, a column for each step.
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-BUBBLE = "·"
+def collector_paused(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run a function that makes or reads plans with the garbage collector off.
 
+    Actions hold no reference cycles, but there are many of them: left on, the collector looks through all of them again
+    and again, and takes as long as the work itself.
+    """
 
-def _grid_text(plan: Plan, *, width: int | None = None) -> str:
-    """The grid of a plan as it is written."""
-    return table([[_cell(action) for action in row] for row in plan.actions], width=width)
-
-
-def marked_grid(plan: Plan, rank: int, step: int, missing: Action | None = None, *, around: int = 6) -> str:
-    """The rows of a plan as written, near one place, which stands in square brackets, or what is missing there."""
-    longest = max(step + 1, *map(len, plan.actions))
-    first, last = max(0, step - around), min(step + around + 1, longest)
-    top = max(0, rank - around)
-    rows = []
-    for row_rank, row in enumerate(plan.actions[top : rank + around + 1], start=top):
-        cells = [_cell(action) for action in row[first:last]]
-        if row_rank == rank:
-            cells += [f"{_cell(missing)}?"] if step == len(row) else []
-            cells[step - first] = f"[{cells[step - first]}]"
-        rows.append(cells)
-    return f"steps {first} to {last - 1}:\n{table(rows, first_rank=top)}"
-
-
-def table(rows: Sequence[Sequence[str]], *, width: int | None = None, first_rank: int = 0) -> str:
-    """Cells as lines of text, the columns under each other."""
-    steps = max((len(row) for row in rows), default=0)
-    sizes = [max((len(row[step]) for row in rows if step < len(row)), default=1) for step in range(steps)]
-    names = [f"rank {rank}" for rank in range(first_rank, first_rank + len(rows))]
-    margin = max(map(len, names), default=0)
-    blocks = []
-    for start, stop in _blocks(sizes, margin + 3, width):
-        lines = []
-        for name, row in zip(names, rows, strict=True):
-            cells = (cell.ljust(size) for cell, size in zip(row[start:stop], sizes[start:stop], strict=False))
-            lines.append(f"{name:<{margin}} │ {' '.join(cells)}".rstrip())
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-def _blocks(sizes: Sequence[int], margin: int, width: int | None) -> list[tuple[int, int]]:
-    """Runs of columns that fit in the width, at least one column each."""
-    if width is None:
-        return [(0, len(sizes))]
-    blocks, start, used = [], 0, margin
-    for step, size in enumerate(sizes):
-        if used + size > width and step > start:
-            blocks.append((start, step))
-            start, used = step, margin
-        used += size + 1
-    return [*blocks, (start, len(sizes))]
-
-
-def _cell(action: Action | None) -> str:
-    return BUBBLE if action is None else repr(action)
-
-
-# MERGED: Writes what was drawn or planned to a file.
-
-
-FilePath = str | PathLike[str]
-
-
-def saved(text: str, path: FilePath | None) -> str:
-    """The text itself, also written to a file if a path is given."""
-    if path is None:
-        return text
-    file = Path(path)
-    try:
-        file.write_text(text, encoding="utf-8", newline="\n")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"Cannot write '{path}' ({reason}): {_remedy(file)}") from error
-    return text
-
-
-def _remedy(file: Path) -> str:
-    if "\0" in str(file):
-        return "a path has no null character; give another one."
-    if isdir(file):  # unlike the method of Path, it takes a name that is too long
-        return f"that is a directory; give a file in it, such as '{file / 'plan'}'."
-    if not isdir(file.parent):
-        return f"there is no directory '{file.parent}'; create it first, or give another path."
-    return "give a path that you may write to."
-
-
-# MERGED: Plans as CSV files: one line a rank, one cell a step, an empty cell for a bubble.
-
-
-def save_csv(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write a plan; lines are filled up with empty cells to one length, so that a torn file is seen when it is read."""
-    steps = max(map(len, plan.actions))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for row in plan.actions:
-        writer.writerow(["" if action is None else repr(action) for action in row] + [""] * (steps - len(row)))
-    saved(text.getvalue(), path)
-
-
-def load_csv(path: str | PathLike[str], *, ragged: bool = False) -> Rows:
-    """The actions of every rank, without the empty cells at the end of a line."""
-    lines = _read_cells(path, _read_text(Path(path)))
-    longest = max(len(cells) for _, cells in lines)
-    rows = []
-    for rank, (number, cells) in enumerate(lines):
-        if len(cells) != longest and not ragged:
-            raise PlanError(
-                f"{path}, line {number}: ends after column {len(cells)}, while the longest line has {longest} cells. "
-                "Fill it up with empty cells, or load the file with ragged=True if the rest is meant to be idle."
-            )
-        rows.append(_parse_line(path, rank, number, cells))
-    return tuple(rows)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = error.object[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
-        raise PlanError(
-            f"{path}, line {line}, character {column}: byte 0x{error.object[error.start]:02x} is not UTF-8. "
-            "Save the file as UTF-8."
-        ) from None
-    except FileNotFoundError as error:
-        raise MissingFileError(f"Cannot read the plan {path}: {error.strerror}.") from error
-    except OSError as error:
-        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from error
-
-
-def _read_cells(path: str | PathLike[str], text: str) -> list[tuple[int, list[str]]]:
-    """(line number, cells), without the blank lines at the end."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        lines = [(reader.line_num, cells) for cells in reader]
-    except csv.Error as error:
-        raise PlanError(f"{path}, line {reader.line_num}: this is not CSV: {error}.") from None
-    while lines and not any(cell.strip() for cell in lines[-1][1]):
-        lines.pop()
-    if not lines:
-        raise PlanError(f"{path}, line 1, column 1: the file has no action. Write one line a rank, such as 0F0,0B0.")
-    return lines
-
-
-def _parse_line(path: str | PathLike[str], rank: int, number: int, cells: list[str]) -> tuple[Action | None, ...]:
-    row: list[Action | None] = []
-    for column, cell in enumerate(cells, start=1):
+    @functools.wraps(function)
+    def paused(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not gc.isenabled():
+            return function(*args, **kwargs)
+        gc.disable()
         try:
-            row.append(parse_action(cell))
-        except PlanError as error:
-            raise PlanError(f"{path}, line {number}, column {column} (rank {rank}): {error}") from None
-    while row and row[-1] is None:
-        row.pop()
-    return tuple(row)
+            return function(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return paused

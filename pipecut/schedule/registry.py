@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..errors import PlanError
+from .action import Rows
 from .placement import Placement, positive
-from .plan import Plan, Rows
+from .plan import Plan, collector_paused
 from .rules import Dataflow
-from .walk import collector_paused
 
 _MakeRows = TypeVar("_MakeRows", bound=Callable[[Placement, int], Rows])
 

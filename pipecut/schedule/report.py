@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from .action import Action
 from .costs import Costs
-from .plan import Plan
+from .plan import Plan, collector_paused
 from .timeline import Span, Timeline
-from .walk import collector_paused
 
 # MERGED: What the simulator takes down, computation by computation, in an order in which they can run.
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ..errors import PlanError
 from .action import SENDS, Action, Op
 from .costs import Costs
-from .plan import Plan
+from .plan import Plan, collector_paused
 from .report import Record, Report, Wait
 from .rules import GIVES
-from .walk import Walk, collector_paused
+from .walk import Walk
 
 # MERGED: The messages between the ranks of a plan, numbered, and how long each travels.
 

@@ -162,7 +162,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ({"costs": {"message_bytes": [[0, 1]]}}, "ValueError: not enough values to unpack"),
         ({"costs": {"forward": ["a", "b"]}}, "PlanError: forward[0]='a' is no number"),
         ({"costs": {"link": {"latency": -1, "bandwidth": 1}}}, "PlanError: latency=-1 is negative"),
-        ({"schedule": {"actions": [["x"], ["y"]]}}, "PlanError: Rank 0, step 0: 'x' is no action"),
+        ({"schedule": {"actions": [["x"], ["y"]]}}, "PlanError: Rank 0, slot 0: 'x' is no action"),
         ({"schedule": {"rank of each stage": [0, 7]}}, "PlanError: The placement has no rank 1"),
     ],
 )

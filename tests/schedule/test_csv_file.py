@@ -94,7 +94,7 @@ def test_ragged_lines_are_taken_on_demand(tmp_path: Path) -> None:
 
 
 KNOWN = "Known are F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_TIES, OVERLAP_F_B."
-NO_ACTION = "{path}, line 1, column 1: the file has no action. Write one line a rank, such as 0F0,0B0."
+NO_ACTION = "{path}, line 1, column 1: the file has no action. Write one line per rank, such as 0F0,0B0."
 FILL_UP = "Fill it up with empty cells, or load the file with ragged=True if the rest is meant to be idle."
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipecut.errors import PlanError
-from pipecut.schedule.action import Action, Op
+from pipecut.schedule.action import Action, Op, Rows
 from pipecut.schedule.families.fill_idle import fill_early, fill_late
 from pipecut.schedule.lower import add_bubbles
 from pipecut.schedule.placement import Placement
-from pipecut.schedule.plan import Plan, Rows
+from pipecut.schedule.plan import Plan
 from pipecut.schedule.registry import FAMILIES, known_name, plan_for, schedule, schedule_names
 
 ONE_CHUNK = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
@@ -319,7 +319,7 @@ def test_a_plan_that_cannot_run_is_not_filled(fill: Callable[[Plan, int], Plan])
     plan = Plan.from_actions([["0I0", "0F0", "0W0"], ["1F0", "1W0", "1I0"]], name="backwards first")
     with pytest.raises(PlanError) as error:
         fill(plan, 0)
-    assert str(error.value).startswith("The plan 'backwards first' cannot run: nothing moves at step ")
+    assert str(error.value).startswith("The plan 'backwards first' cannot run: nothing moves at slot ")
     assert str(error.value).endswith(". plan.validate() tells why.")
 
 

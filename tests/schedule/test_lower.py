@@ -460,11 +460,11 @@ def test_receives_has_a_few_values() -> None:
     [
         (
             plan_of("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1"),
-            "The plan 'custom' cannot run past 0B0 on rank 0 (step 1). plan.validate() tells why.",
+            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 1). plan.validate() tells why.",
         ),
         (
             plan_of("0F0 0B0 0B0 \n 1F0 1B0"),
-            "The plan 'custom' cannot run past 0B0 on rank 0 (step 2). plan.validate() tells why.",
+            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 2). plan.validate() tells why.",
         ),
         (
             plan_of("0F0 0F1 0B0 \n 1F0 1F1 1B0 1B1"),

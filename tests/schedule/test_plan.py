@@ -152,10 +152,10 @@ def test_the_grid_of_a_plan_that_cannot_run_is_as_it_is_written() -> None:
         ([[], [None, ""]], "The plan has no action: give each rank a list such as ['0F0', '0B0']."),
         ({-1: ["0F0"]}, "The plan has a rank -1: ranks are numbered 0, 1, 2..."),
         ({"0": ["0F0"]}, "The plan has a rank '0': ranks are numbered 0, 1, 2..."),
-        ([["0F0", 7]], "Rank 0, step 1: 7 is no action; give an Action, its text, or None."),
+        ([["0F0", 7]], "Rank 0, slot 1: 7 is no action; give an Action, its text, or None."),
         (
             [["0F0"], ["1F0", "1Q0"]],
-            "Rank 1, step 1: '1Q0' is no action: there is no 'Q'. Known are F, I, W, B, SEND_F, RECV_F, SEND_B, "
+            "Rank 1, slot 1: '1Q0' is no action: there is no 'Q'. Known are F, I, W, B, SEND_F, RECV_F, SEND_B, "
             "RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_TIES, OVERLAP_F_B.",
         ),
         (

@@ -15,7 +15,8 @@ from pipecut.errors import PlanError
 from pipecut.schedule.action import SENDS, Action, Op, overlap
 from pipecut.schedule.costs import Costs, Link
 from pipecut.schedule.placement import Placement
-from pipecut.schedule.plan import Plan, table
+from pipecut.schedule.plan import Plan
+from pipecut.schedule.plan_text import table
 from pipecut.schedule.registry import plan_for, schedule_names
 from pipecut.schedule.report import Idle, Report
 from pipecut.schedule.rules import GIVES, Dataflow, dependencies
@@ -330,14 +331,14 @@ def refused(plan: Plan, costs: Any = None) -> str:
 
 def test_a_plan_that_waits_for_itself() -> None:
     assert refused(plan_of("0B0 0F0", "1F0 1B0", name="circle")) == (
-        "The plan 'circle' cannot run past 0B0 on rank 0 (step 0). plan.validate() tells why."
+        "The plan 'circle' cannot run past 0B0 on rank 0 (slot 0). plan.validate() tells why."
     )
 
 
 def test_messages_that_never_meet() -> None:
     plan = plan_of("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1", name="crossed")
     assert refused(plan) == (
-        "The plan 'crossed' cannot run past 0SEND_F0 on rank 0 (step 1). plan.validate() tells why."
+        "The plan 'crossed' cannot run past 0SEND_F0 on rank 0 (slot 1). plan.validate() tells why."
     )
 
 
@@ -360,7 +361,7 @@ LOOP = Placement.loop(2)
 )
 def test_actions_that_the_plan_does_not_have(rows: list[str], where: str) -> None:
     plan = Plan.from_actions([row.split() for row in rows], placement=LOOP, microbatches=1, dataflow=Dataflow.chain(2))
-    assert refused(plan) == f"The plan 'custom' cannot run: {where} (step 1). plan.validate() tells why."
+    assert refused(plan) == f"The plan 'custom' cannot run: {where} (slot 1). plan.validate() tells why."
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_actions_that_the_plan_does_not_have(rows: list[str], where: str) -> Non
 def test_actions_that_have_no_text(action: Action) -> None:
     plan = plan_of("0F0 0SEND_F0", "1RECV_F0 1F0")
     plan = plan.with_actions([[action], plan.actions[1]])
-    assert refused(plan).startswith(f"The plan 'custom' cannot run: rank 0 cannot do {action} (step 0).")
+    assert refused(plan).startswith(f"The plan 'custom' cannot run: rank 0 cannot do {action} (slot 0).")
 
 
 def test_costs_that_are_none() -> None:

@@ -32,29 +32,29 @@ def check(plan: Plan, *expected: str) -> None:
 def test_unknown_stage() -> None:
     check(
         plan_of("0F0 0B0 5F0 \n 1F0 1B0", placement=Placement.loop(2)),
-        "rank 0, step 2, 5F0: there is no stage 5; the stages are 0 to 1",
+        "rank 0, slot 2, 5F0: there is no stage 5; the stages are 0 to 1",
     )
 
 
 def test_unknown_microbatch() -> None:
     check(
         plan_of("0F0 0F1 0B0 0B1 0F3", microbatches=2),
-        "rank 0, step 4, 0F3: there is no microbatch 3; the microbatches are 0 to 1",
+        "rank 0, slot 4, 0F3: there is no microbatch 3; the microbatches are 0 to 1",
     )
 
 
 def test_wrong_rank() -> None:
     check(
         plan_of("0F0 0B0 1B0 \n 1F0", placement=Placement.loop(2)),
-        "rank 0, step 2, 1B0: stage 1 is on rank 1; move the action there",
-        "rank 1, step 1, 1B0: is missing (or 1I0 and 1W0); add it",
+        "rank 0, slot 2, 1B0: stage 1 is on rank 1; move the action there",
+        "rank 1, slot 1, 1B0: is missing (or 1I0 and 1W0); add it",
     )
 
 
 def test_no_such_tie() -> None:
     check(
         plan_of("0F0 0B0 0REDUCE_TIES1 \n 1F0 1B0", dataflow=TIED),
-        "rank 0, step 2, 0REDUCE_TIES1: stage 0 has no tie 1; give the plan a dataflow with its ties",
+        "rank 0, slot 2, 0REDUCE_TIES1: stage 0 has no tie 1; give the plan a dataflow with its ties",
     )
 
 
@@ -64,9 +64,9 @@ def test_the_sum_of_a_tie_that_the_stage_does_not_hold() -> None:
             "0F0 2F0 2B0 0B0 2REDUCE_TIES0 \n 1F0 1B0 1REDUCE_TIES0",
             dataflow=Dataflow.chain(3, ties=[(0, 1)]),
         ),
-        "rank 0, step 4, 2REDUCE_TIES0: stage 2 has no tie 0; give the plan a dataflow with its ties",
-        "rank 0, step 5, 0REDUCE_TIES0: is missing, while others have theirs; add it",
-        "rank 1, step 2, 1REDUCE_TIES0: waits for ever: rank 0 has no other end for it from there on; "
+        "rank 0, slot 4, 2REDUCE_TIES0: stage 2 has no tie 0; give the plan a dataflow with its ties",
+        "rank 0, slot 5, 0REDUCE_TIES0: is missing, while others have theirs; add it",
+        "rank 1, slot 2, 1REDUCE_TIES0: waits for ever: rank 0 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -74,21 +74,21 @@ def test_the_sum_of_a_tie_that_the_stage_does_not_hold() -> None:
 def test_transfer_to_an_unknown_stage() -> None:
     check(
         plan_of("0F0 0SEND_F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0"),
-        "rank 1, step 2, 1SEND_F0: there is no stage 2 at the other end; the stages are 0 to 1",
+        "rank 1, slot 2, 1SEND_F0: there is no stage 2 at the other end; the stages are 0 to 1",
     )
 
 
 def test_transfer_between_stages_of_one_rank() -> None:
     check(
         plan_of("0F0 0SEND_F0 1F0 1B0 0B0"),
-        "rank 0, step 1, 0SEND_F0: stages 0 and 1 are on the same rank, where nothing is sent; remove the transfer",
+        "rank 0, slot 1, 0SEND_F0: stages 0 and 1 are on the same rank, where nothing is sent; remove the transfer",
     )
 
 
 def test_transfer_that_the_dataflow_does_not_have() -> None:
     check(
         plan_of("0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0->1 \n 1RECV_F0 1F0 1B0 1SEND_B0"),
-        "rank 0, step 4, 0SEND_B0->1: no gradient goes between stages 0 and 1 that way; "
+        "rank 0, slot 4, 0SEND_B0->1: no gradient goes between stages 0 and 1 that way; "
         "remove the transfer or add it to the dataflow",
     )
 
@@ -104,23 +104,23 @@ FORWARD, BACKWARD = Action(0, Op.FORWARD, 0), Action(0, Op.FULL_BACKWARD, 0)
 def test_actions_with_too_much_or_too_little() -> None:
     check(
         malformed(Action(0, Op.UNSHARD, None, 3), FORWARD, BACKWARD),
-        "rank 0, step 0, 0UNSHARD@3: UNSHARD has no peer; leave it out",
+        "rank 0, slot 0, 0UNSHARD@3: UNSHARD has no peer; leave it out",
     )
     check(
         malformed(Action(0, Op.UNSHARD, 0), FORWARD, BACKWARD),
-        "rank 0, step 0, 0UNSHARD0: UNSHARD is for a whole stage; leave the microbatch out",
+        "rank 0, slot 0, 0UNSHARD0: UNSHARD is for a whole stage; leave the microbatch out",
     )
     check(
         malformed(FORWARD, BACKWARD, Action(0, Op.FORWARD)),
-        "rank 0, step 2, 0F: needs the number of a microbatch, as in 0F0",
+        "rank 0, slot 2, 0F: needs the number of a microbatch, as in 0F0",
     )
     check(
         malformed(FORWARD, BACKWARD, overlap()),
-        "rank 0, step 2, -1OVERLAP_F_B: an overlap needs parts, as in (1F1;2B0)OVERLAP_F_B",
+        "rank 0, slot 2, -1OVERLAP_F_B: an overlap needs parts, as in (1F1;2B0)OVERLAP_F_B",
     )
     check(
         malformed(overlap(Action(0, Op.UNSHARD), FORWARD), BACKWARD),
-        "rank 0, step 0, 0UNSHARD: 0UNSHARD cannot be part of an overlap; give it a step of its own",
+        "rank 0, slot 0, 0UNSHARD: 0UNSHARD cannot be part of an overlap; give it a slot of its own",
     )
 
 
@@ -131,9 +131,9 @@ def test_a_send_inside_an_overlap() -> None:
     assert send is not None
     check(
         plan.with_actions([[overlap(forward, send)], plan.actions[1]]),
-        "rank 0, step 0, (0F0;0SEND_F0)OVERLAP_F_B: 0SEND_F0 cannot be part of an overlap; give it a step of its own",
-        "rank 0, step 1, 0SEND_F0: is missing; add it",
-        "rank 1, step 0, 1RECV_F0: waits for ever: rank 0 has no other end for it from there on; "
+        "rank 0, slot 0, (0F0;0SEND_F0)OVERLAP_F_B: 0SEND_F0 cannot be part of an overlap; give it a slot of its own",
+        "rank 0, slot 1, 0SEND_F0: is missing; add it",
+        "rank 1, slot 0, 1RECV_F0: waits for ever: rank 0 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -142,7 +142,7 @@ def test_a_neighbour_that_is_named() -> None:
     plan = plan_of("0F0 0SEND_F0 \n 1RECV_F0 1F0")
     named = plan.with_actions([[FORWARD, Action(0, Op.SEND_F, 0, 1)], plan.actions[1]])
     assert str(find_faults(named)[0]) == (
-        "rank 0, step 1, 0SEND_F0->1: the neighbour is not named as a peer; write it 0SEND_F0"
+        "rank 0, slot 1, 0SEND_F0->1: the neighbour is not named as a peer; write it 0SEND_F0"
     )
 
 
@@ -151,7 +151,7 @@ def test_backwards_in_a_plan_that_is_forward_only() -> None:
     plan = replace(plan_of("0F0 0B0 \n 1F0 1B0"), training=False)
     check(
         plan.with_actions([plan.actions[0], plan.actions[1][:1]]),
-        "rank 0, step 1, 0B0: the plan is forward only; remove it, or make the plan with training=True",
+        "rank 0, slot 1, 0B0: the plan is forward only; remove it, or make the plan with training=True",
     )
 
 
@@ -159,72 +159,72 @@ def test_backwards_in_a_plan_that_is_forward_only() -> None:
 
 
 def test_too_early() -> None:
-    check(plan_of("0B0 0F0"), "rank 0, step 0, 0B0: needs 0F0, which comes after it, at step 1; put that before")
-    check(plan_of("0F0 0W0 0I0"), "rank 0, step 1, 0W0: needs 0I0, which comes after it, at step 2; put that before")
+    check(plan_of("0B0 0F0"), "rank 0, slot 0, 0B0: needs 0F0, which comes after it, at slot 1; put that before")
+    check(plan_of("0F0 0W0 0I0"), "rank 0, slot 1, 0W0: needs 0I0, which comes after it, at slot 2; put that before")
     check(
         plan_of("1F0 0F0 1I0 0I0 0W0 1W0"),
-        "rank 0, step 0, 1F0: needs 0F0, which comes after it, at step 1; put that before",
+        "rank 0, slot 0, 1F0: needs 0F0, which comes after it, at slot 1; put that before",
     )
 
 
 def test_before_it_in_the_same_overlap() -> None:
     check(
         plan_of("(0B0;0F0)OVERLAP_F_B"),
-        "rank 0, step 0, 0B0: needs 0F0, a later part of the same overlap; put that first, or before the overlap",
+        "rank 0, slot 0, 0B0: needs 0F0, a later part of the same overlap; put that first, or before the overlap",
     )
 
 
 def test_before_its_message_has_come() -> None:
     check(
         plan_of("0F0 0SEND_F0 0RECV_B0 0B0 \n 1F0 1RECV_F0 1B0 1SEND_B0"),
-        "rank 1, step 0, 1F0: needs 1RECV_F0, which comes after it, at step 1; put that before",
+        "rank 1, slot 0, 1F0: needs 1RECV_F0, which comes after it, at slot 1; put that before",
     )
     check(
         plan_of("0SEND_F0 0F0 \n 1RECV_F0 1F0"),
-        "rank 0, step 0, 0SEND_F0: needs 0F0, which comes after it, at step 1; put that before",
+        "rank 0, slot 0, 0SEND_F0: needs 0F0, which comes after it, at slot 1; put that before",
     )
 
 
 def test_what_is_needed_is_nowhere() -> None:
     check(
         plan_of("0F0 0SEND_F0 0B0 \n 1RECV_F0 1F0 1B0"),
-        "rank 0, step 2, 0B0: needs 0RECV_B0, which is nowhere on this rank; add it before",
-        "rank 0, step 3, 0RECV_B0: is missing; add it",
-        "rank 1, step 3, 1SEND_B0: is missing; add it",
+        "rank 0, slot 2, 0B0: needs 0RECV_B0, which is nowhere on this rank; add it before",
+        "rank 0, slot 3, 0RECV_B0: is missing; add it",
+        "rank 1, slot 3, 1SEND_B0: is missing; add it",
     )
 
 
 def test_twice() -> None:
-    check(plan_of("0F0 0F0 0B0"), "rank 0, step 1, 0F0: done already by 0F0 at step 0; remove one of the two")
-    check(plan_of("0F0 0I0 0W0 0W0"), "rank 0, step 3, 0W0: done already by 0W0 at step 2; remove one of the two")
-    check(plan_of("0F0 0B0 0W0"), "rank 0, step 2, 0W0: done already by 0B0 at step 1; remove one of the two")
+    check(plan_of("0F0 0F0 0B0"), "rank 0, slot 1, 0F0: done already by 0F0 at slot 0; remove one of the two")
+    check(plan_of("0F0 0I0 0W0 0W0"), "rank 0, slot 3, 0W0: done already by 0W0 at slot 2; remove one of the two")
+    check(plan_of("0F0 0B0 0W0"), "rank 0, slot 2, 0W0: done already by 0B0 at slot 1; remove one of the two")
     check(
         plan_of("0F0 (0B0;0F0)OVERLAP_F_B"),
-        "rank 0, step 1, 0F0: done already by 0F0 at step 0; remove one of the two",
+        "rank 0, slot 1, 0F0: done already by 0F0 at slot 0; remove one of the two",
     )
 
 
 def test_a_message_twice() -> None:
     check(
         plan_of("0F0 0SEND_F0 0SEND_F0 \n 1RECV_F0 1RECV_F0 1F0"),
-        "rank 0, step 2, 0SEND_F0: done already by 0SEND_F0 at step 1; remove one of the two",
-        "rank 1, step 1, 1RECV_F0: done already by 1RECV_F0 at step 0; remove one of the two",
+        "rank 0, slot 2, 0SEND_F0: done already by 0SEND_F0 at slot 1; remove one of the two",
+        "rank 1, slot 1, 1RECV_F0: done already by 1RECV_F0 at slot 0; remove one of the two",
     )
 
 
 def test_missing() -> None:
     check(
         plan_of("0F0 0F1 0B0"),
-        "rank 0, step 3, 0B1: is missing (or 0I1 and 0W1); add it",
+        "rank 0, slot 3, 0B1: is missing (or 0I1 and 0W1); add it",
     )
-    check(plan_of("0F0 0I0"), "rank 0, step 2, 0W0: is missing; add it")
-    check(plan_of("0F0 0F1 \n 1F0"), "rank 1, step 1, 1F1: is missing; add it")
+    check(plan_of("0F0 0I0"), "rank 0, slot 2, 0W0: is missing; add it")
+    check(plan_of("0F0 0F1 \n 1F0"), "rank 1, slot 1, 1F1: is missing; add it")
 
 
 def test_a_stage_with_nothing_at_all() -> None:
     check(
         plan_of("0F0 \n 1F0", placement=Placement((0, 1, 0))),
-        "rank 0, step 1, 2F0: is missing; add it",
+        "rank 0, slot 1, 2F0: is missing; add it",
     )
 
 
@@ -234,39 +234,39 @@ def test_a_stage_with_nothing_at_all() -> None:
 def test_a_sharded_stage_is_used() -> None:
     check(
         plan_of("0F0 0UNSHARD 0B0 0RESHARD"),
-        "rank 0, step 0, 0F0: stage 0 is sharded here; put 0UNSHARD before it",
+        "rank 0, slot 0, 0F0: stage 0 is sharded here; put 0UNSHARD before it",
     )
     check(
         plan_of("0UNSHARD 0F0 0RESHARD 0I0 0UNSHARD 0W0 0RESHARD"),
-        "rank 0, step 3, 0I0: stage 0 is sharded here; put 0UNSHARD before it",
+        "rank 0, slot 3, 0I0: stage 0 is sharded here; put 0UNSHARD before it",
     )
     check(
         plan_of("0UNSHARD 0F0 1F0 (0F1;1B0)OVERLAP_F_B 0B0 1UNSHARD 1F1 1B1 0B1"),
-        "rank 0, step 2, 1F0: stage 1 is sharded here; put 1UNSHARD before it",
-        "rank 0, step 3, (0F1;1B0)OVERLAP_F_B: stage 1 is sharded here; put 1UNSHARD before it",
+        "rank 0, slot 2, 1F0: stage 1 is sharded here; put 1UNSHARD before it",
+        "rank 0, slot 3, (0F1;1B0)OVERLAP_F_B: stage 1 is sharded here; put 1UNSHARD before it",
     )
 
 
 def test_reduced_too_early() -> None:
     check(
         plan_of("0F0 0F1 0B0 0REDUCE_GRAD 0B1"),
-        "rank 0, step 3, 0REDUCE_GRAD: comes before 0B1 (step 4) of the stage; put it after the last",
+        "rank 0, slot 3, 0REDUCE_GRAD: comes before 0B1 (slot 4) of the stage; put it after the last",
     )
     check(
         plan_of("0F0 0REDUCE_TIES0 0B0 \n 1F0 1B0 1REDUCE_TIES0", dataflow=TIED),
-        "rank 0, step 1, 0REDUCE_TIES0: comes before 0B0 (step 2) of the stage; put it after the last",
+        "rank 0, slot 1, 0REDUCE_TIES0: comes before 0B0 (slot 2) of the stage; put it after the last",
     )
 
 
 def test_not_everything_is_reduced() -> None:
     check(
         plan_of("0F0 1F0 1B0 1REDUCE_GRAD 0B0"),
-        "rank 0, step 5, 0REDUCE_GRAD: is missing, while others have theirs; add it",
+        "rank 0, slot 5, 0REDUCE_GRAD: is missing, while others have theirs; add it",
     )
     check(
         plan_of("0F0 0B0 0REDUCE_TIES0 \n 1F0 1B0", dataflow=TIED),
-        "rank 1, step 2, 1REDUCE_TIES0: is missing, while others have theirs; add it",
-        "rank 0, step 2, 0REDUCE_TIES0: waits for ever: rank 1 has no other end for it from there on; "
+        "rank 1, slot 2, 1REDUCE_TIES0: is missing, while others have theirs; add it",
+        "rank 0, slot 2, 0REDUCE_TIES0: waits for ever: rank 1 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -274,12 +274,12 @@ def test_not_everything_is_reduced() -> None:
 def test_reduced_twice() -> None:
     check(
         plan_of("0F0 0B0 0REDUCE_GRAD · 0REDUCE_GRAD"),
-        "rank 0, step 4, 0REDUCE_GRAD: done already at step 2; remove one of the two",
+        "rank 0, slot 4, 0REDUCE_GRAD: done already at slot 2; remove one of the two",
     )
     check(
         plan_of("0F0 0B0 0REDUCE_TIES0 0REDUCE_TIES0 \n 1F0 1B0 1REDUCE_TIES0 1REDUCE_TIES0", dataflow=TIED),
-        "rank 0, step 3, 0REDUCE_TIES0: done already at step 2; remove one of the two",
-        "rank 1, step 3, 1REDUCE_TIES0: done already at step 2; remove one of the two",
+        "rank 0, slot 3, 0REDUCE_TIES0: done already at slot 2; remove one of the two",
+        "rank 1, slot 3, 1REDUCE_TIES0: done already at slot 2; remove one of the two",
     )
 
 
@@ -289,8 +289,8 @@ def test_reduced_twice() -> None:
 def test_a_message_without_its_other_end() -> None:
     check(
         plan_of("0F0 0SEND_F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0"),
-        "rank 1, step 3, 1SEND_B0: is missing; add it",
-        "rank 0, step 2, 0RECV_B0: waits for ever: rank 1 has no other end for it from there on; "
+        "rank 1, slot 3, 1SEND_B0: is missing; add it",
+        "rank 0, slot 2, 0RECV_B0: waits for ever: rank 1 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -298,10 +298,10 @@ def test_a_message_without_its_other_end() -> None:
 def test_messages_in_different_orders() -> None:
     check(
         plan_of("0F0 0F1 0SEND_F0 0SEND_F1 \n 1RECV_F1 1RECV_F0 1F0 1F1"),
-        "rank 0, step 2, 0SEND_F0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
-        "1RECV_F1 (step 0); put them in the same order on both",
-        "rank 1, step 0, 1RECV_F1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
-        "0SEND_F0 (step 2); put them in the same order on both",
+        "rank 0, slot 2, 0SEND_F0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
+        "1RECV_F1 (slot 0); put them in the same order on both",
+        "rank 1, slot 0, 1RECV_F1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
+        "0SEND_F0 (slot 2); put them in the same order on both",
     )
 
 
@@ -312,10 +312,10 @@ def test_two_ranks_that_send_to_each_other() -> None:
             0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
             1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
         """),
-        "rank 0, step 3, 0SEND_F1: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
-        "1SEND_B0 (step 3); put them in the same order on both",
-        "rank 1, step 3, 1SEND_B0: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
-        "0SEND_F1 (step 3); put them in the same order on both",
+        "rank 0, slot 3, 0SEND_F1: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
+        "1SEND_B0 (slot 3); put them in the same order on both",
+        "rank 1, slot 3, 1SEND_B0: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
+        "0SEND_F1 (slot 3); put them in the same order on both",
     )
 
 
@@ -327,19 +327,19 @@ def test_three_ranks_in_a_circle() -> None:
             1RECV_F0 1F0 1SEND_F0
             2RECV_F0 2RECV_F0<-0 2F0
         """),
-        "rank 0, step 1, 0SEND_F0->2: deadlock: waits for rank 2, which waits at 2RECV_F0 (step 0); "
+        "rank 0, slot 1, 0SEND_F0->2: deadlock: waits for rank 2, which waits at 2RECV_F0 (slot 0); "
         "move one of the two",
-        "rank 1, step 0, 1RECV_F0: deadlock: waits for rank 0, which waits at 0SEND_F0->2 (step 1); "
+        "rank 1, slot 0, 1RECV_F0: deadlock: waits for rank 0, which waits at 0SEND_F0->2 (slot 1); "
         "move one of the two",
-        "rank 2, step 0, 2RECV_F0: deadlock: waits for rank 1, which waits at 1RECV_F0 (step 0); move one of the two",
+        "rank 2, slot 0, 2RECV_F0: deadlock: waits for rank 1, which waits at 1RECV_F0 (slot 0); move one of the two",
     )
 
 
 def test_computations_in_a_circle() -> None:
     check(
         plan_of("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1"),
-        "rank 0, step 1, 0B0: deadlock: needs 1I0 of rank 1, which waits at 1F1 (step 1); move one of the two",
-        "rank 1, step 1, 1F1: deadlock: needs 0F1 of rank 0, which waits at 0B0 (step 1); move one of the two",
+        "rank 0, slot 1, 0B0: deadlock: needs 1I0 of rank 1, which waits at 1F1 (slot 1); move one of the two",
+        "rank 1, slot 1, 1F1: deadlock: needs 0F1 of rank 0, which waits at 0B0 (slot 1); move one of the two",
     )
 
 
@@ -351,9 +351,9 @@ def test_who_only_waits_for_ranks_in_a_circle_comes_after_them() -> None:
     """)
     check(
         plan,
-        "rank 1, step 1, 1B0: deadlock: needs 2I0 of rank 2, which waits at 2F1 (step 1); move one of the two",
-        "rank 2, step 1, 2F1: deadlock: needs 1F1 of rank 1, which waits at 1B0 (step 1); move one of the two",
-        "rank 0, step 2, 0B0: needs 1I0 of rank 1, which cannot go on at 1B0 (step 1)",
+        "rank 1, slot 1, 1B0: deadlock: needs 2I0 of rank 2, which waits at 2F1 (slot 1); move one of the two",
+        "rank 2, slot 1, 2F1: deadlock: needs 1F1 of rank 1, which waits at 1B0 (slot 1); move one of the two",
+        "rank 0, slot 2, 0B0: needs 1I0 of rank 1, which cannot go on at 1B0 (slot 1)",
     )
     assert [fault.cause for fault in find_faults(plan)] == [True, True, False]
 
@@ -361,9 +361,9 @@ def test_who_only_waits_for_ranks_in_a_circle_comes_after_them() -> None:
 def test_an_overlap_that_needs_what_comes_of_its_own_part() -> None:
     check(
         plan_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1 \n 1F0 1F1 1B0 1B1"),
-        "rank 0, step 1, (0F1;0B0)OVERLAP_F_B: deadlock: needs 1I0 of rank 1, which waits at 1F1 (step 1); "
+        "rank 0, slot 1, (0F1;0B0)OVERLAP_F_B: deadlock: needs 1I0 of rank 1, which waits at 1F1 (slot 1); "
         "move one of the two",
-        "rank 1, step 1, 1F1: deadlock: needs 0F1 of rank 0, which waits at (0F1;0B0)OVERLAP_F_B (step 1); "
+        "rank 1, slot 1, 1F1: deadlock: needs 0F1 of rank 0, which waits at (0F1;0B0)OVERLAP_F_B (slot 1); "
         "move one of the two",
     )
 
@@ -371,10 +371,10 @@ def test_an_overlap_that_needs_what_comes_of_its_own_part() -> None:
 def test_sums_of_ties_in_different_orders() -> None:
     check(
         plan_of("0F0 0B0 0REDUCE_TIES0 0REDUCE_TIES1 \n 1F0 1B0 1REDUCE_TIES1 1REDUCE_TIES0", dataflow=TIED_TWICE),
-        "rank 0, step 2, 0REDUCE_TIES0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
-        "1REDUCE_TIES1 (step 2); put them in the same order on both",
-        "rank 1, step 2, 1REDUCE_TIES1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
-        "0REDUCE_TIES0 (step 2); put them in the same order on both",
+        "rank 0, slot 2, 0REDUCE_TIES0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
+        "1REDUCE_TIES1 (slot 2); put them in the same order on both",
+        "rank 1, slot 2, 1REDUCE_TIES1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
+        "0REDUCE_TIES0 (slot 2); put them in the same order on both",
     )
 
 
@@ -387,10 +387,10 @@ def test_the_sum_of_a_tie_crosses_a_message() -> None:
             """,
             dataflow=Dataflow.chain(4, ties=[(2, 3)]),
         ),
-        "rank 0, step 8, 0RECV_B0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
-        "3REDUCE_TIES0 (step 8); put them in the same order on both",
-        "rank 1, step 8, 3REDUCE_TIES0: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
-        "0RECV_B0 (step 8); put them in the same order on both",
+        "rank 0, slot 8, 0RECV_B0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
+        "3REDUCE_TIES0 (slot 8); put them in the same order on both",
+        "rank 1, slot 8, 3REDUCE_TIES0: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
+        "0RECV_B0 (slot 8); put them in the same order on both",
     )
 
 
@@ -400,8 +400,8 @@ def test_the_sum_of_a_tie_crosses_a_computation() -> None:
     flow = Dataflow(3, edges, frozenset({(1, 2)}), ties=(frozenset({0, 1}),))
     check(
         plan_of("0F0 0B0 0REDUCE_TIES0 2F0 2B0 \n 1F0 1B0 1REDUCE_TIES0", dataflow=flow),
-        "rank 0, step 2, 0REDUCE_TIES0: deadlock: waits for rank 1, which waits at 1B0 (step 1); move one of the two",
-        "rank 1, step 1, 1B0: deadlock: needs 2I0 of rank 0, which waits at 0REDUCE_TIES0 (step 2); "
+        "rank 0, slot 2, 0REDUCE_TIES0: deadlock: waits for rank 1, which waits at 1B0 (slot 1); move one of the two",
+        "rank 1, slot 1, 1B0: deadlock: needs 2I0 of rank 0, which waits at 0REDUCE_TIES0 (slot 2); "
         "move one of the two",
     )
 
@@ -446,13 +446,13 @@ def test_all_faults_in_one_message_with_the_first_marked() -> None:
         validate(plan)
     assert str(error.value).splitlines() == [
         "The plan 'custom' cannot run: 4 faults.",
-        "  rank 0, step 2, 0SEND_F0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
-        "1RECV_F1 (step 0); put them in the same order on both",
-        "  rank 1, step 0, 1RECV_F1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
-        "0SEND_F0 (step 2); put them in the same order on both",
-        "  rank 1, step 3, 1F0: done already by 1F0 at step 2; remove one of the two",
-        "  rank 1, step 4, 1F1: is missing; add it",
-        "steps 0 to 3:",
+        "  rank 0, slot 2, 0SEND_F0: ranks 0 and 1 have their messages in different orders: rank 1 first comes to "
+        "1RECV_F1 (slot 0); put them in the same order on both",
+        "  rank 1, slot 0, 1RECV_F1: ranks 1 and 0 have their messages in different orders: rank 0 first comes to "
+        "0SEND_F0 (slot 2); put them in the same order on both",
+        "  rank 1, slot 3, 1F0: done already by 1F0 at slot 2; remove one of the two",
+        "  rank 1, slot 4, 1F1: is missing; add it",
+        "slots 0 to 3:",
         "rank 0 │ 0F0      0F1      [0SEND_F0] 0SEND_F1",
         "rank 1 │ 1RECV_F1 1RECV_F0 1F0        1F0",
     ]
@@ -465,8 +465,8 @@ def test_the_place_of_what_is_missing_is_the_end_of_its_rank() -> None:
         plan_of("0F0 0F1 \n 1F0").validate()
     assert str(error.value).splitlines() == [
         "The plan 'custom' cannot run: 1 fault.",
-        "  rank 1, step 1, 1F1: is missing; add it",
-        "steps 0 to 1:",
+        "  rank 1, slot 1, 1F1: is missing; add it",
+        "slots 0 to 1:",
         "rank 0 │ 0F0 0F1",
         "rank 1 │ 1F0 [1F1?]",
     ]
@@ -479,7 +479,7 @@ def test_a_long_plan_is_shown_near_the_fault() -> None:
     with pytest.raises(PlanError) as error:
         plan.validate()
     assert str(error.value).splitlines()[-2:] == [
-        "steps 14 to 26:",
+        "slots 14 to 26:",
         "rank 0 │ 0F14 0F15 0F16 0F17 0F18 0F19 [0F19] 0F21 0F20 0F22 0F23 0F24 0F25",
     ]
 
@@ -491,7 +491,7 @@ def test_a_large_plan_in_which_everything_is_wrong() -> None:
     twice = find_faults(plan.with_actions([[*row, *row] for row in plan.actions]))
     assert len([fault for fault in twice if "done already" in fault.problem]) == actions
     backwards = find_faults(plan.with_actions([row[::-1] for row in plan.actions]))
-    assert len({(fault.rank, fault.step) for fault in backwards}) > actions / 2
+    assert len({(fault.rank, fault.slot) for fault in backwards}) > actions / 2
 
 
 def test_a_wide_plan_is_shown_near_the_fault() -> None:
@@ -508,7 +508,7 @@ def test_a_message_has_room_for_20_faults() -> None:
         plan_of("0F0", microbatches=30).validate()
     lines = str(error.value).splitlines()
     assert lines[0] == "The plan 'custom' cannot run: 29 faults."
-    assert lines[20] == "  rank 0, step 1, 0F20: is missing; add it"
+    assert lines[20] == "  rank 0, slot 1, 0F20: is missing; add it"
     assert lines[21] == "  ... and 9 more, all in the error's `faults`."
     assert len(error.value.faults) == 29
 

@@ -88,14 +88,14 @@ def check_places(plan: Plan, faults: list[Fault]) -> None:
     """Every fault is at an action of the plan, or at the end of a row for an action that is not there."""
     for fault in faults:
         row = plan.actions[fault.rank]
-        if fault.step == len(row):
+        if fault.slot == len(row):
             assert "missing" in fault.problem, fault
             assert plan.placement.rank_of[fault.action.stage] == fault.rank, fault
         else:
-            action = row[fault.step]
+            action = row[fault.slot]
             assert action is not None
             assert fault.action == action or fault.action in action.leaves, fault
-    assert faults == sorted(faults, key=lambda fault: (not fault.cause, fault.rank, fault.step))
+    assert faults == sorted(faults, key=lambda fault: (not fault.cause, fault.rank, fault.slot))
     assert any(fault.cause for fault in faults) == bool(faults)
     assert len(set(faults)) == len(faults)
 
@@ -113,8 +113,8 @@ def check_message(plan: Plan, faults: list[Fault]) -> None:
     row = plan.actions[place.rank]
     marked = [line for line in lines if line.startswith(f"rank {place.rank} ")]
     assert len(marked) == 1
-    if place.step < len(row):
-        assert f"[{row[place.step]}]" in marked[0]
+    if place.slot < len(row):
+        assert f"[{row[place.slot]}]" in marked[0]
 
 
 def check_other_readers(plan: Plan, faults: list[Fault]) -> None:

@@ -18,7 +18,7 @@ OBJECTIVES = ("span", "makespan")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do a problem, made by `accepted`."""
+    """One way to do a problem, made by `checked_candidate`."""
 
     name: str
     problem: Problem
@@ -30,7 +30,7 @@ class Candidate:
         return merit(self.timing, objective)
 
 
-def accepted(name: str, clock: Clock, rows: Sequence[Row]) -> Candidate | None:
+def checked_candidate(name: str, clock: Clock, rows: Sequence[Row]) -> Candidate | None:
     """The candidate of these rows; None if passes are missing or a rank would hold more than its limit.
 
     Whatever makes rows, they become a candidate here and nowhere else, so that none can be chosen that does not fit.
@@ -111,7 +111,7 @@ def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | s
         if isinstance(rows, str):
             yield name, rows
         else:
-            yield name, accepted(name, clock, rows) or Excess(name, problem.limits, tuple(clock.peaks(rows)))
+            yield name, checked_candidate(name, clock, rows) or Excess(name, problem.limits, tuple(clock.peaks(rows)))
 
 
 def _rows(problem: Problem) -> Iterator[tuple[str, list[Row] | str]]:

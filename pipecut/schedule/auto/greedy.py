@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import product
 from random import Random
 
-from .candidate import Candidate, accepted
+from .candidate import Candidate, checked_candidate
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 from .timing import Budget, Clock
 
@@ -55,12 +55,12 @@ def _reserves(problem: Problem) -> list[list[float]]:
     return table
 
 
-def _draft(problem: Problem, rules: Rules) -> tuple[Row, ...]:
+def _greedy_rows(problem: Problem, rules: Rules) -> tuple[Row, ...]:
     """The rows that the rules lead to; passes are missing where the limits block them."""
-    return _Drafting(problem, rules).run()
+    return _GreedyScheduler(problem, rules).run()
 
 
-class _Drafting:
+class _GreedyScheduler:
     """The state of all ranks at one moment."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
@@ -226,15 +226,15 @@ _UNLIMITED = 1 << 30
 _LEAST = 6  # rules that are tried whatever the budget
 
 
-def drafted(clock: Clock, objective: str, bound: float, budget: Budget, part: float) -> list[tuple[Rules, Candidate]]:
+def greedy_candidates(clock: Clock, objective: str, bound: float, budget: Budget, part: float) -> list[tuple[Rules, Candidate]]:
     """The candidates of the grid, the best first: as many as the budget allows, or until the bound is reached."""
     problem = clock.problem
-    count = max(_LEAST, budget.drafts(problem.passes, part))
+    count = max(_LEAST, budget.greedy_runs(problem.passes, part))
     found: list[tuple[Rules, Candidate]] = []
     for rules, _ in zip(_grid(problem), range(count), strict=False):
         if budget.is_over():
             break
-        made = accepted("rules", clock, _draft(problem, rules))
+        made = checked_candidate("rules", clock, _greedy_rows(problem, rules))
         if made is None:
             continue
         found.append((rules, made))
@@ -243,7 +243,7 @@ def drafted(clock: Clock, objective: str, bound: float, budget: Budget, part: fl
     return sorted(found, key=lambda each: each[1].merit(objective))
 
 
-def tuned(
+def tune_rules(
     clock: Clock,
     start: tuple[Rules, Candidate],
     objective: str,
@@ -256,11 +256,11 @@ def tuned(
     rules, best = start
     problem = clock.problem
     goal = bound * (1 + 1e-9)
-    for _ in range(budget.drafts(problem.passes, part)):
+    for _ in range(budget.greedy_runs(problem.passes, part)):
         if budget.is_over() or best.merit(objective)[0] <= goal:
             break
         changed = _changed(rules, random)
-        made = accepted("tuned rules", clock, _draft(problem, changed))
+        made = checked_candidate("tuned rules", clock, _greedy_rows(problem, changed))
         if made is not None and made.merit(objective) <= best.merit(objective):
             rules, best = changed, made
     return best

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from ...errors import PlanError
 from ..action import Action, Op
-from ..costs import MEMORY, TIMES, Costs, Link, amount
+from ..costs import MEMORY, TIMES, Costs, Link, checked_number
 from ..placement import Placement, positive
 from ..plan import Plan
 from ..rules import Dataflow
@@ -35,10 +35,12 @@ def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
     if memory_limit is None:
         return (math.inf,) * ranks
     if not isinstance(memory_limit, Sequence) or isinstance(memory_limit, str | bytes):
-        return (amount("memory_limit", memory_limit, endless=True),) * ranks
+        return (checked_number("memory_limit", memory_limit, allow_inf=True),) * ranks
     if len(memory_limit) != ranks:
         raise PlanError(f"memory_limit has {len(memory_limit)} numbers for {ranks} ranks: give one for each, or one.")
-    return tuple(amount(f"memory_limit[{rank}]", each, endless=True) for rank, each in enumerate(memory_limit))
+    return tuple(
+        checked_number(f"memory_limit[{rank}]", each, allow_inf=True) for rank, each in enumerate(memory_limit)
+    )
 
 
 def _ceiling(limit: float) -> float:

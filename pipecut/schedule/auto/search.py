@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from random import Random
 
 from ...errors import PlanError
-from ..costs import Costs, amount
-from ..plan import Plan
+from ..costs import Costs, checked_number
+from ..plan import Plan, collector_paused
 from ..simulate import simulate
-from ..walk import collector_paused
 from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
-from .greedy import Rules, drafted, tuned
-from .moves import moved
+from .greedy import Rules, greedy_candidates, tune_rules
+from .local_search import local_search
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, nothing_fits, problem_for
-from .refit import refits
+from .weight_placement import placed_weights
 from .timing import Budget, Clock, lower_bound
 
 _GRID, _TUNING, _MOVING = 0.3, 0.25, 0.45  # parts of the budget
@@ -93,7 +92,7 @@ def search_schedule(
     costs = Costs() if costs is None else costs
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r}: give one of {', '.join(map(repr, OBJECTIVES))}.")
-    budget = Budget(amount("time_budget", time_budget))
+    budget = Budget(checked_number("time_budget", time_budget))
     search = _Search(arrangements(ranks, microbatches, costs, placement, chunks), memory_limit, objective, budget)
     best = search.run(Random(seed))
     plan = best.problem.plan_of(f"auto ({best.name})", best.rows).validate()
@@ -135,17 +134,17 @@ class _Search:
         self.clocks[arrangement] = Clock(problem)
 
     def run(self, random: Random) -> Candidate:
-        """Refits of the fixed schedules, drafts by rules, then improvements of the best."""
+        """Refits of the fixed schedules, greedy_runs by rules, then improvements of the best."""
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
         for arrangement in self.clocks:
-            self._refit(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
+            self._place_weights_of(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
         for arrangement, clock in self.clocks.items():
             if not self._is_proven(arrangement):
                 bound, part = self.bounds[arrangement], _GRID / len(self.clocks)
-                rules[arrangement] = drafted(clock, self.objective, bound, self.budget, part)
+                rules[arrangement] = greedy_candidates(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
-                self._refit(arrangement, best)
+                self._place_weights_of(arrangement, best)
         finalists = self._finalists()
         for arrangement in finalists:
             self._improve(arrangement, rules.get(arrangement, []), 1 / len(finalists), random)
@@ -167,9 +166,9 @@ class _Search:
         fitting = {arrangement for arrangement, _ in self.candidates}
         self.clocks = {each: clock for each, clock in self.clocks.items() if each in fitting}
 
-    def _refit(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
+    def _place_weights_of(self, arrangement: Arrangement, candidates: list[Candidate]) -> None:
         if not self._is_proven(arrangement):
-            made = refits(self.clocks[arrangement], self._sorted(candidates), self.objective, self.budget)
+            made = placed_weights(self.clocks[arrangement], self._sorted(candidates), self.objective, self.budget)
             self.candidates += [(arrangement, candidate) for candidate in made]
 
     def _is_proven(self, arrangement: Arrangement) -> bool:
@@ -187,7 +186,7 @@ class _Search:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
         clock = self.clocks[arrangement]
         for start in rules[:_FINALISTS]:
-            made = tuned(clock, start, objective, bound, budget, _TUNING * part / _FINALISTS, random)
+            made = tune_rules(clock, start, objective, bound, budget, _TUNING * part / _FINALISTS, random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:_FINALISTS]:

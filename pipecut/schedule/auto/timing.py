@@ -33,7 +33,7 @@ class Clock:
         self.problem = problem
         each = range(problem.microbatches)
         time, last = problem.time, problem.stages - 1
-        self.lasts = [one for kind in time for one in kind for _ in each]  # by the number of a pass
+        self.durations = [one for kind in time for one in kind for _ in each]  # by the number of a pass
         self.growth = [one for kind in problem.growth for one in kind for _ in each]
         # What a pass waits for, as a slot of `done`; and when what it makes can be used elsewhere. F fills its own
         # number, I and B fill that of I. A W needs nothing but its rank, in an order that has it after its I.
@@ -62,7 +62,7 @@ class Clock:
 
     def times(self, rows: Sequence[Sequence[int]], starts_of: list[float] | None = None) -> Timing | None:
         """The timing; None if the ranks wait for each other. `starts_of` takes the start of every pass, by number."""
-        lasts, needs, fills, travels = self.lasts, self.needs, self.fills, self.travels
+        durations, needs, fills, travels = self.durations, self.needs, self.fills, self.travels
         done = [-1.0] * (self.nothing + 2)
         done[self.nothing] = 0.0
         places, free, firsts = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
@@ -83,7 +83,7 @@ class Clock:
                         firsts[rank] = now
                     if starts_of is not None:
                         starts_of[number] = now
-                    now += lasts[number]
+                    now += durations[number]
                     done[fills[number]] = now + travels[number]
                 else:
                     place = len(row)
@@ -174,7 +174,7 @@ def critical_places(clock: Clock, rows: Sequence[Row], starts: Sequence[float], 
         row, place = rows[at[0]], at[1]
         number = row[place]
         before = row[place - 1] if place else None
-        if before is not None and starts[number] - starts[before] - clock.lasts[before] <= 1e-9 * starts[number]:
+        if before is not None and starts[number] - starts[before] - clock.durations[before] <= 1e-9 * starts[number]:
             found.append(at)
             at = (at[0], place - 1)
         else:
@@ -202,10 +202,10 @@ def _maker(clock: Clock, number: int, where: dict[int, Place]) -> Place | None:
 # MERGED: and the result is the same every time.
 
 
-_DRAFTED = 200_000  # passes that are placed in a second by the rules
-_TIMED = 2_000_000  # passes of given rows that are timed in a second
-_COUNTED = 0.4  # the part of the given time that the counts may take
-_CLOCKED = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
+_PLACED_PER_SECOND = 200_000  # passes that are placed in a second by the rules
+_TIMED_PER_SECOND = 2_000_000  # passes of given rows that are timed in a second
+_COUNTED_PART = 0.4  # the part of the given time that the counts may take
+_CLOCKED_PART = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
 
 
 class Budget:
@@ -213,16 +213,16 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.deadline = time.thread_time() + _CLOCKED * seconds
+        self.deadline = time.thread_time() + _CLOCKED_PART * seconds
         self.ended_by_clock = False
 
-    def drafts(self, passes: int, part: float) -> int:
-        """How many drafts of so many passes may be made in a part of the budget."""
-        return int(_COUNTED * part * self.seconds * _DRAFTED / passes)
+    def greedy_runs(self, passes: int, part: float) -> int:
+        """How many greedy_runs of so many passes may be made in a part of the budget."""
+        return int(_COUNTED_PART * part * self.seconds * _PLACED_PER_SECOND / passes)
 
     def timings(self, passes: int, part: float) -> int:
         """How many rows of so many passes may be timed in a part of the budget."""
-        return int(_COUNTED * part * self.seconds * _TIMED / passes)
+        return int(_COUNTED_PART * part * self.seconds * _TIMED_PER_SECOND / passes)
 
     def is_over(self) -> bool:
         """Whether the clock ends the search."""

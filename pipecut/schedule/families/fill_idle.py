@@ -59,7 +59,7 @@ def _filled(plan: Plan, limit: int, *, direction: int) -> Plan:
                 left -= 1
         if left == before:
             raise PlanError(
-                f"The plan '{plan.name}' cannot run: nothing moves at step {now}. plan.validate() tells why."
+                f"The plan '{plan.name}' cannot run: nothing moves at slot {now}. plan.validate() tells why."
             )
         now += 1
     return plan.with_actions(row[::direction] for row in rows)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..action import Action, Op
+from ..action import Action, Op, Rows
 from ..placement import Placement
-from ..plan import Rows
 from ..registry import schedule
 from .building import passes, rounds_of, through_chunks, turns
 

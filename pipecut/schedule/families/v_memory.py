@@ -26,9 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ..action import Action, Op
+from ..action import Action, Op, Rows
 from ..placement import Placement
-from ..plan import Plan, Rows
+from ..plan import Plan
 from ..registry import schedule
 from ..rules import Dataflow
 from .fill_idle import fill_early, fill_late

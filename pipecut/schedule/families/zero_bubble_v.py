@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ...errors import PlanError
-from ..action import Action, Op, overlap
+from ..action import Action, Op, Rows, overlap
 from ..placement import Placement
-from ..plan import Rows
 from ..registry import schedule
 from .building import passes, turns
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ...errors import PlanError
 from ...text import did_you_mean
 from ..action import Op
-from ..plan import Plan
-from ..walk import collector_paused
+from ..plan import Plan, collector_paused
 from .reorder import add_bubbles, drop_bubbles, merge_backwards, receive_early, receive_late
 from .sharding import add_reduce_grad, add_unshard_reshard
 from .transfers import add_reduce_ties, add_transfers, drop_reduce_ties

@@ -1,18 +1,18 @@
-"""Input and weight gradient in one where nothing stands between them."""
+"""Passes that merge, space out or reorder the actions of a plan without adding any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from ...errors import PlanError
-from ..action import RECEIVES, TRANSFERS, Action, Op
+from ..action import RECEIVES, Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
-from ..walk import Ledger, Walk, first_unknown
+from ..walk import MEETINGS, Ledger, Walk, first_unknown
 
 
 def merge_backwards(plan: Plan) -> Plan:
-    """Adjacent I and W of one stage and microbatch become B, which costs less than the two.
+    """Merge adjacent input- and weight-gradient actions into full backwards, which cost less than the two.
 
     0F0 0I0 0W0 0F1 0I1 1F0 0W1   ->   0F0 0B0 0F1 0I1 1F0 0W1
     """
@@ -20,7 +20,7 @@ def merge_backwards(plan: Plan) -> Plan:
 
 
 def merge_row(row: Iterable[Action | None]) -> list[Action | None]:
-    """The actions of one rank, without bubbles."""
+    """Merge the backwards of one rank, and drop its bubbles."""
     merged: list[Action | None] = []
     for action in row:
         last = merged[-1] if merged else None
@@ -37,16 +37,15 @@ def _are_one(first: Action, second: Action) -> bool:
     return same and ops == (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
-# MERGED: Bubbles: the steps in which a rank has nothing to do if every action takes one step.
-
-
 def drop_bubbles(plan: Plan) -> Plan:
-    """The plan without its bubbles."""
+    """Return the plan without its bubbles."""
     return plan.with_actions([action for action in row if action is not None] for row in plan.actions)
 
 
 def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
-    """The plan with a None wherever a rank waits, every action as soon as it can be; the ends of a message in one step.
+    """Put a None wherever a rank waits if every action takes one slot; the ends of a message share a slot.
+
+    A plan that cannot run to its end is returned as it is with `allow_stuck`.
 
     0F0 0B0   ->   0F0 ·   ·   0B0
     1F0 1B0        ·   1F0 1B0 ·
@@ -55,20 +54,20 @@ def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
     if allow_stuck and first_unknown(bare, Ledger(bare)) is not None:
         return plan
     placement = plan.placement if plan.has_transfers else None
-    step_of: dict[Action, int] = {}  # the step after which what an action gives is there
+    slot_of: dict[Action, int] = {}  # the slot from which on the result of an action is there
     free = [0] * len(bare.actions)
     rows: list[list[Action | None]] = [[] for _ in bare.actions]
     walk = Walk(bare)
     together: list[tuple[int, Action]] = []
     for rank, action in walk:
         together.append((rank, action))
-        if len(together) < _ends(plan, action):
+        if action.op in MEETINGS and len(together) < len(walk.meeting(action)[1]):
             continue
         ready = [
-            step_of[need]
+            slot_of[need]
             for _, each in together
             for need in dependencies(each, plan.dataflow, placement)
-            if need in step_of
+            if need in slot_of
         ]
         start = max(ready + [free[where] for where, _ in together])
         for where, each in together:
@@ -76,41 +75,24 @@ def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
             free[where] = start + 1
             for leaf in each.leaves:
                 for given in GIVES.get(leaf.op, (leaf.op,)):
-                    step_of[leaf._replace(op=given)] = start + 1
+                    slot_of[leaf._replace(op=given)] = start + 1
         together = []
     if walk.stuck and not allow_stuck:
-        rank, step = next(iter(walk.stuck.items()))
+        rank, slot = next(iter(walk.stuck.items()))
         raise PlanError(
-            f"The plan '{plan.name}' cannot run past {bare.actions[rank][step]} on rank {rank}. "
+            f"The plan '{plan.name}' cannot run past {bare.actions[rank][slot]} on rank {rank}. "
             "plan.validate() tells why."
         )
     if walk.stuck:
         return plan
-    steps = max(map(len, rows))
-    return plan.with_actions(row + [None] * (steps - len(row)) for row in rows)
-
-
-def _ends(plan: Plan, action: Action) -> int:
-    """On how many ranks an action happens at once."""
-    if action.op in TRANSFERS:
-        return 2
-    if action.op is Op.REDUCE_TIES:
-        return len(plan.ranks_of_tie(action.microbatch or 0))
-    return 1
-
-
-# MERGED: Where a receive stands: early, so that a message travels during other work, or late, so that it holds no
-# MERGED: buffer.
-# MERGED:
-# MERGED: A receive passes computations only. The order of messages, which is what keeps a plan free of deadlock,
-# MERGED: stays as it is.
-
-
-_MEETINGS = TRANSFERS | {Op.REDUCE_TIES}  # what a rank does together with another
+    slots = max(map(len, rows))
+    return plan.with_actions(row + [None] * (slots - len(row)) for row in rows)
 
 
 def receive_early(plan: Plan) -> Plan:
-    """Every receive right after the message before it.
+    """Put every receive right after the message before it, so that a message travels during other work.
+
+    A receive passes computations only: the order of messages, which keeps a plan free of deadlock, stays as it is.
 
     1RECV_F0 1F0 1RECV_F1 1F1   ->   1RECV_F0 1RECV_F1 1F0 1F1
     """
@@ -119,7 +101,7 @@ def receive_early(plan: Plan) -> Plan:
         early: list[Action | None] = []
         since_message: list[Action | None] = []
         for action in row:
-            if action is None or action.op not in _MEETINGS:
+            if action is None or action.op not in MEETINGS:
                 since_message.append(action)
             elif action.op in RECEIVES:
                 early.append(action)
@@ -131,7 +113,7 @@ def receive_early(plan: Plan) -> Plan:
 
 
 def receive_late(plan: Plan) -> Plan:
-    """Every receive right before its first use, or before the next send, whichever comes first.
+    """Put every receive right before its first use or the next send, so that it holds no buffer before.
 
     1RECV_F0 1RECV_F1 1F0 1F1   ->   1RECV_F0 1F0 1RECV_F1 1F1
     """
@@ -153,8 +135,8 @@ def receive_late(plan: Plan) -> Plan:
 
 
 def _used_by(action: Action, plan: Plan, waiting: list[Action]) -> int:
-    """How many of the waiting receives must come before an action; they keep their order."""
-    if action.op in _MEETINGS:
+    """Count the waiting receives that must come before an action; they keep their order."""
+    if action.op in MEETINGS:
         return len(waiting)
     needs = dependencies(action, plan.dataflow, plan.placement)
     return max((place + 1 for place, receive in enumerate(waiting) if receive in needs), default=0)

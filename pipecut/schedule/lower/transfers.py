@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from ...errors import PlanError
 from ..action import Action, Op, transfer
-from ..plan import Plan
+from ..plan import Plan, collector_paused
 from ..rules import GIVES
-from ..walk import Walk, collector_paused
+from ..walk import Walk
 
 
 @collector_paused

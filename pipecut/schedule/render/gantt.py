@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from ...errors import PlanError
 from ..action import TRANSFERS, Action
-from ..plan import BUBBLE
+from ..plan_text import BUBBLE
 from ..timeline import Span
 from .palette import LETTER, NAMES, owners
 from .rows import Chart, Sources, axis_name, charts, number, whole_time, with_unit
@@ -29,11 +29,11 @@ def text(source: Sources, *, width: int | None = None) -> str:
 
     >>> from pipecut.schedule.plan import Plan
     >>> print(text(Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}, name="two"), width=40))
-    two — makespan 4 steps
+    two — makespan 4 slots
     rank 0 │F0────············B0────
     rank 1 │······F0────B0────······
             0           2          4
-    steps; 1 character = 0.166667 steps
+    slots; 1 character = 0.166667 slots
     F forward, B full backward, · idle
     """
     drawn = charts(source)

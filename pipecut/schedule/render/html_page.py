@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..action import TRANSFERS, Action, Op
-from ..plan import FilePath, saved
+from ..plan_text import FilePath, saved
 from .gantt import text
 from .html_script import SCRIPT
 from .palette import HUE, LETTER, NAMES, TILE, is_neutral, look

@@ -130,7 +130,7 @@ function drawChart(chart) {
 }
 
 function drawAxis(pen, colours, plot, scale, bottom) {
-  const apart = Math.max(80 / scale, data.unit === "steps" ? 1 : 0), power = 10 ** Math.floor(Math.log10(apart));
+  const apart = Math.max(80 / scale, data.unit === "slots" ? 1 : 0), power = 10 ** Math.floor(Math.log10(apart));
   const step = [1, 2, 5, 10].map(times => times * power).find(each => each >= apart) || 10 * power;
   pen.strokeStyle = colours.line; pen.fillStyle = colours.ink; pen.lineWidth = 0.5;
   pen.textAlign = "center"; pen.font = "11px " + FONT;

@@ -14,10 +14,10 @@ from ..lower import add_bubbles
 from ..plan import Plan
 from ..timeline import Span, Timeline
 
-_STEPS = "steps"
-# How many microseconds a unit is. A time without a unit, and a step of a plan, is taken for a millisecond.
-_MICROSECONDS = {"": 1e3, _STEPS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-_RELATIVE = ("", _STEPS)
+_SLOTS = "slots"
+# How many microseconds a unit is. A time without a unit, and a slot of a plan, is taken for a millisecond.
+_MICROSECONDS = {"": 1e3, _SLOTS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+_RELATIVE = ("", _SLOTS)
 _FARTHEST, _MOMENT = 1e300, 1e-100  # times with which one can reckon
 # What XML and UTF-8 cannot hold, and what would break a line.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
@@ -102,14 +102,14 @@ def with_unit(value: float, unit: str) -> str:
 
 def axis_name(unit: str) -> str:
     """What a time axis is called."""
-    return unit if unit == _STEPS else f"time ({unit or 'relative'})"
+    return unit if unit == _SLOTS else f"time ({unit or 'relative'})"
 
 
 def _timeline(source: object) -> Timeline:
     """The timeline of a source, its spans known to be sound."""
     timeline = getattr(source, "timeline", source)
     if isinstance(timeline, Plan):
-        timeline = _one_step_each(timeline)
+        timeline = _one_slot_each(timeline)
     if not isinstance(timeline, Timeline):
         raise PlanError(f"{source!r:.80} cannot be drawn: give a Plan, a Timeline or a simulation's report.")
     if not timeline.spans:
@@ -127,15 +127,15 @@ def _timeline(source: object) -> Timeline:
     return timeline
 
 
-def _one_step_each(plan: Plan) -> Timeline:
+def _one_slot_each(plan: Plan) -> Timeline:
     rows = add_bubbles(plan).actions if any(plan.actions) else ()
     spans = (
-        Span(rank, action, float(step), step + 1.0)
+        Span(rank, action, float(slot), slot + 1.0)
         for rank, row in enumerate(rows)
-        for step, action in enumerate(row)
+        for slot, action in enumerate(row)
         if action is not None
     )
-    return Timeline(plan.name, max(plan.ranks, len(rows)), tuple(spans), _STEPS)
+    return Timeline(plan.name, max(plan.ranks, len(rows)), tuple(spans), _SLOTS)
 
 
 def _common_unit(units: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..action import TRANSFERS, Op
-from ..plan import FilePath, saved
+from ..plan_text import FilePath, saved
 from .palette import HATCH, HUE, LETTER, NAMES, TILE, is_neutral, look
 from .rows import Chart, Sources, axis_name, charts, gathered, least_time, number, whole_time
 from .svg_boxes import Boxes, pattern_name, tracks
@@ -63,7 +63,7 @@ def _axis(extent: float, scale: float, left: float, top: float, bottom: float, n
     """Lines across the lanes at round times, the times below them, and what they are."""
     apart = _TICK_APART / scale
     found = []
-    for time in _ticks(extent, max(apart, 1.0) if name == "steps" else apart):
+    for time in _ticks(extent, max(apart, 1.0) if name == "slots" else apart):
         x = left + time * scale
         found.append(f'<path class="a" d="M{x:.2f} {top:.2f}V{bottom + 4:.2f}"/>')
         found.append(f'<text class="a" x="{x:.2f}" y="{bottom + 16:.2f}">{number(time)}</text>')
@@ -173,7 +173,7 @@ def svg(source: Sources, path: FilePath | None = None) -> str:
 
     Every box has a tooltip with its action and times. Hue and hatch tell the op, lightness which of its rank's stages
     it works on. In a very big plan, actions too narrow to be seen share columns, and the picture says so. The times
-    of a plan are steps. `path` is the file to write.
+    of a plan are slots. `path` is the file to write.
 
     >>> from pipecut.schedule.plan import Plan
     >>> plan = Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})

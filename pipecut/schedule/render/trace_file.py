@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ..action import TRANSFERS, Action, Op
-from ..plan import FilePath, saved
+from ..plan_text import FilePath, saved
 from ..timeline import Span
 from .palette import NAMES
 from .rows import Chart, Sources, charts, microseconds

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from ...errors import PlanError
 from ...text import counted
-from ..plan import Plan, marked_grid
-from ..walk import collector_paused
+from ..plan import Plan, collector_paused
+from ..plan_text import marked_grid
 from .deadlock import deadlock_faults
 from .order import Books, Fault, order_faults
 from .upkeep import upkeep_faults
 
 __all__ = ["Fault", "find_faults", "validate"]
 
-SHOWN = 20  # faults in one message; all of them are in the error's `faults`
+_SHOWN = 20  # faults in one message; all of them are in the error's `faults`
 
 
 @collector_paused
 def find_faults(plan: Plan) -> list[Fault]:
-    """Everything that keeps a plan from running, causes first, by rank and step; empty for a plan that can run."""
+    """Return everything that keeps a plan from running, causes first, by rank and slot; empty if it can run."""
     books = Books(plan)
     faults = order_faults(plan, books)
     faults += upkeep_faults(plan, books)
     faults += deadlock_faults(plan, books)
-    return sorted(dict.fromkeys(faults), key=lambda fault: (not fault.cause, fault.rank, fault.step))
+    return sorted(dict.fromkeys(faults), key=lambda fault: (not fault.cause, fault.rank, fault.slot))
 
 
 def validate(plan: Plan) -> None:
@@ -31,9 +31,9 @@ def validate(plan: Plan) -> None:
     if not faults:
         return
     lines = [f"The plan '{plan.name}' cannot run: {counted(len(faults), 'fault')}."]
-    lines += [f"  {fault}" for fault in faults[:SHOWN]]
-    if len(faults) > SHOWN:
-        lines.append(f"  ... and {len(faults) - SHOWN} more, all in the error's `faults`.")
+    lines += [f"  {fault}" for fault in faults[:_SHOWN]]
+    if len(faults) > _SHOWN:
+        lines.append(f"  ... and {len(faults) - _SHOWN} more, all in the error's `faults`.")
     first = faults[0]
-    lines.append(marked_grid(plan, first.rank, first.step, first.action))
+    lines.append(marked_grid(plan.actions, first.rank, first.slot, first.action))
     raise PlanError("\n".join(lines), faults)

@@ -1,129 +1,97 @@
-"""All ranks together: no circle of ranks that wait for each other, even if a send returns only when it is received."""
+"""Check all ranks together: none wait for each other in a circle, even if a send returns only when it is received."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 
 from ..action import Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
-from ..walk import Walk
+from ..walk import MEETINGS, Walk
 from .order import Books, Fault
 
 
 def deadlock_faults(plan: Plan, books: Books) -> list[Fault]:
-    """Where ranks wait for each other for ever."""
-    if plan.has_transfers or any(books.messages):
-        faults = _Meetings(plan, books).faults()
+    """Return a fault for each rank that waits for ever."""
+    if plan.has_transfers or any(action.op is Op.REDUCE_TIES for row in books.upkeep for _, action in row):
+        faults = _Messages(_without(plan, books.unknown)).faults()
         if plan.has_transfers or faults:
             return faults
-    return _circles(plan) if books.known else []
+    return [] if books.unknown else _circles(plan)
 
 
-class _Meetings:
-    """The messages of a plan, each of which happens when all its ranks have come to it."""
+def _without(plan: Plan, unknown: set[tuple[int, int]]) -> Plan:
+    if not unknown:
+        return plan
+    return plan.with_actions(
+        (None if (rank, slot) in unknown else action for slot, action in enumerate(row))
+        for rank, row in enumerate(plan.actions)
+    )
 
-    def __init__(self, plan: Plan, books: Books) -> None:
+
+class _Messages:
+    """A walk through the messages and the sums of ties of a plan, and an explanation for each rank that is stuck.
+
+    Computations count as done, so that one that is missing or too early, a fault of its own, hides no deadlock.
+    """
+
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.messages = books.messages
-        self.steps = books.message_steps
-        self.peers = books.message_peers
-        self.places = [0] * len(books.messages)
-
-    def holders(self, tie: int) -> set[int]:
-        """The ranks that the sum of a tie takes; `tie` is the number of its message."""
-        return set(self.plan.ranks_of_tie(-1 - tie))
-
-    def others(self, rank: int, place: int) -> set[int]:
-        """The ranks that a rank meets in one of its messages."""
-        message = self.messages[rank][place]
-        return {self.peers[rank][place]} if message >= 0 else self.holders(message) - {rank}
-
-    def run(self) -> None:
-        """Let everything happen that can."""
-        messages, peers, places = self.messages, self.peers, self.places
-        turns = list(range(len(messages)))
-        while turns:
-            rank = turns.pop()
-            queue, its_peers, place = messages[rank], peers[rank], places[rank]
-            while place < len(queue):
-                message = queue[place]
-                if message < 0:
-                    if not self._sum(message, turns):
-                        break
-                    place += 1
-                    continue
-                peer = its_peers[place]
-                there = places[peer]
-                if there == len(messages[peer]) or messages[peer][there] != message:
-                    break
-                places[peer] = there + 1
-                turns.append(peer)
-                place += 1
-                places[rank] = place
-
-    def _sum(self, tie: int, turns: list[int]) -> bool:
-        """Let the sum of a tie happen, if all its ranks have come to it."""
-        ranks = self.holders(tie)
-        if any(self.at(rank) != tie for rank in ranks):
-            return False
-        for rank in ranks:
-            self.places[rank] += 1
-            turns.append(rank)
-        return True
-
-    def at(self, rank: int) -> int | None:
-        """The message that a rank has come to."""
-        place = self.places[rank]
-        return self.messages[rank][place] if place < len(self.messages[rank]) else None
+        self.walk = Walk(plan, messages_only=True)
 
     def faults(self) -> list[Fault]:
-        """One fault for each rank that does not come to its end."""
-        self.run()
-        stuck = [rank for rank in range(len(self.messages)) if self.at(rank) is not None]
+        """Walk, and return one fault for each rank that does not come to its end."""
+        deque(self.walk, maxlen=0)
+        stuck = list(self.walk.stuck)
         waits = {rank: self._waits_for(rank) for rank in stuck}
         circle = _on_a_circle({rank: peer for rank, peer in waits.items() if self._is_to_come(rank, peer)})
         return [self._explain(rank, waits[rank], rank in circle) for rank in stuck]
 
+    def _left(self, rank: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """The messages that a rank has not done: slot, number and ranks."""
+        row = self.plan.actions[rank]
+        for slot in range(self.walk.places[rank], len(row)):
+            action = row[slot]
+            if action is not None and action.op in MEETINGS:
+                yield slot, *self.walk.meeting(action)
+
     def _waits_for(self, rank: int) -> int:
         """The first rank that has not come to where this one waits."""
-        others = sorted(self.others(rank, self.places[rank]))
-        return next(peer for peer in others if self.at(peer) != self.at(rank))
+        _, message, ranks = next(self._left(rank))
+        return next(peer for peer in sorted(ranks) if self.walk.waits_in(peer) != message)
 
     def _is_to_come(self, rank: int, peer: int) -> bool:
-        """Whether the other rank would take part, if it got there."""
-        return self.messages[rank][self.places[rank]] in self.messages[peer][self.places[peer] :]
+        """Return True if the other rank would take part, if it got there."""
+        return self._has_left(peer, self.walk.waits_in(rank))
+
+    def _has_left(self, rank: int, message: int | None) -> bool:
+        return any(number == message for _, number, _ in self._left(rank))
 
     def _explain(self, rank: int, peer: int, in_circle: bool) -> Fault:
-        step, action = self._here(rank)
-        message = self.messages[rank][self.places[rank]]
+        slot, message, _ = next(self._left(rank))
+        action = self._action(rank, slot)
         if not self._is_to_come(rank, peer):
             problem = f"waits for ever: rank {peer} has no other end for it from there on; add it or remove this one"
-            return Fault(rank, step, action, problem, cause=False)
-        at_step, at_action = self._here(peer)
-        places = range(self.places[peer], len(self.messages[peer]))
-        place = next(place for place in places if rank in self.others(peer, place))
-        shared = self.messages[peer][place]
-        if shared != message and shared in self.messages[rank][self.places[rank] :]:
+            return Fault(rank, slot, action, problem, cause=False)
+        place, shared, _ = next(left for left in self._left(peer) if rank in left[2])
+        if shared != message and self._has_left(rank, shared):
             problem = (
                 f"ranks {rank} and {peer} have their messages in different orders: rank {peer} first comes to "
-                f"{self._action(peer, place)} (step {self.steps[peer][place]}); put them in the same order on both"
+                f"{self._action(peer, place)} (slot {place}); put them in the same order on both"
             )
-            return Fault(rank, step, action, problem)
-        return _waiting(rank, step, action, f"waits for rank {peer}", at_action, at_step, in_circle)
+            return Fault(rank, slot, action, problem)
+        at_slot = self.walk.places[peer]
+        return _waiting(rank, slot, action, f"waits for rank {peer}", self._action(peer, at_slot), at_slot, in_circle)
 
-    def _here(self, rank: int) -> tuple[int, Action]:
-        place = self.places[rank]
-        return self.steps[rank][place], self._action(rank, place)
-
-    def _action(self, rank: int, place: int) -> Action:
-        action = self.plan.actions[rank][self.steps[rank][place]]
+    def _action(self, rank: int, slot: int) -> Action:
+        action = self.plan.actions[rank][slot]
         assert action is not None  # a message comes from an action
         return action
 
 
 def _on_a_circle(waits: Mapping[int, int]) -> set[int]:
-    """The ranks that wait, one for the next, for themselves.
+    """Return the ranks that wait, one for the next, for themselves.
 
     >>> sorted(_on_a_circle({0: 1, 1: 2, 2: 1, 3: 0}))
     [1, 2]
@@ -143,37 +111,37 @@ def _on_a_circle(waits: Mapping[int, int]) -> set[int]:
     return found
 
 
-def _waiting(rank: int, step: int, action: Action, what: str, there: Action | None, at: int, in_circle: bool) -> Fault:
+def _waiting(rank: int, slot: int, action: Action, what: str, there: Action | None, at: int, in_circle: bool) -> Fault:
     if in_circle:
-        return Fault(rank, step, action, f"deadlock: {what}, which waits at {there} (step {at}); move one of the two")
-    return Fault(rank, step, action, f"{what}, which cannot go on at {there} (step {at})", cause=False)
+        return Fault(rank, slot, action, f"deadlock: {what}, which waits at {there} (slot {at}); move one of the two")
+    return Fault(rank, slot, action, f"{what}, which cannot go on at {there} (slot {at})", cause=False)
 
 
 def _circles(plan: Plan) -> list[Fault]:
-    """For a plan without transfers: the computations that wait for each other across ranks."""
+    """Return the faults of a plan without transfers whose computations wait for each other across ranks."""
     walk = Walk(plan)
     done: set[Action] = set()
     for _, action in walk:
         for leaf in action.leaves:
             done.update(leaf._replace(op=given) for given in GIVES.get(leaf.op, ()))
     waits: dict[int, tuple[int, str]] = {}
-    for rank, step in walk.stuck.items():
-        for peer, what in _blocked_by(plan, rank, step, done):
+    for rank, slot in walk.stuck.items():
+        for peer, what in _blocked_by(plan, rank, slot, done):
             if peer != rank and peer in walk.stuck:
                 waits.setdefault(rank, (peer, what))
     circle = _on_a_circle({rank: peer for rank, (peer, _) in waits.items()})
     faults = []
     for rank, (peer, what) in waits.items():
-        step, at = walk.stuck[rank], walk.stuck[peer]
-        blocked = plan.actions[rank][step]
+        slot, at = walk.stuck[rank], walk.stuck[peer]
+        blocked = plan.actions[rank][slot]
         assert blocked is not None  # a bubble never blocks
-        faults.append(_waiting(rank, step, blocked, what, plan.actions[peer][at], at, rank in circle))
+        faults.append(_waiting(rank, slot, blocked, what, plan.actions[peer][at], at, rank in circle))
     return faults
 
 
-def _blocked_by(plan: Plan, rank: int, step: int, done: set[Action]) -> list[tuple[int, str]]:
-    """The ranks that an action waits for, and what for."""
-    blocked = plan.actions[rank][step]
+def _blocked_by(plan: Plan, rank: int, slot: int, done: set[Action]) -> list[tuple[int, str]]:
+    """Return the ranks that an action waits for, each with the reason."""
+    blocked = plan.actions[rank][slot]
     assert blocked is not None  # a bubble never blocks
     rank_of = plan.placement.rank_of
     if blocked.op is Op.REDUCE_TIES:

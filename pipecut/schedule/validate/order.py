@@ -1,157 +1,121 @@
-"""One reason why a plan cannot run, and where."""
+"""Check each rank by itself: known actions, each exactly once, each after its needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..action import BACKWARD, NEIGHBOUR, SENDS, TRANSFERS, Action, Op, transfer
 from ..plan import Plan
 from ..rules import GIVES, dependencies
-from ..walk import Key, Ledger
+from ..walk import Entry, Key, Ledger
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one action of a rank. For an action that is missing, `step` is the end of the rank's list.
+    """One reason why a plan cannot run. For an action that is missing, `slot` is the end of the rank's row.
 
     With `cause` False there is nothing wrong with the action itself: it waits for one that cannot run.
     """
 
     rank: int
-    step: int
+    slot: int
     action: Action
     problem: str
     cause: bool = True
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, step {self.step}, {self.action}: {self.problem}"
+        return f"rank {self.rank}, slot {self.slot}, {self.action}: {self.problem}"
 
 
-# MERGED: Each rank by itself: known actions, each exactly once, each after what it needs.
-
-
-_NO_PART = "cannot be part of an overlap; give it a step of its own"
-
-
-class _Reading(NamedTuple):
-    """How one kind of action is read: the slots it needs and fills, and for a transfer its message and other rank."""
-
-    needs: tuple[int, ...]
-    fills: tuple[int, ...]
-    message: int  # of microbatch 0, the same number at both ends; -1 for a computation
-    peer: int
+_NO_PART = "cannot be part of an overlap; give it a slot of its own"
 
 
 @dataclass
 class Books:
-    """What the first reading of a plan takes down for the checks after it."""
+    """The findings of the first reading of a plan, for the checks after it."""
 
     plan: Plan
     ledger: Ledger = field(init=False)
-    known: bool = True  # whether every action has a stage, a microbatch and a rank that exist
-    computed: list[list[int]] = field(init=False)  # by stage: the steps at which it computes
-    # By rank: what is for a whole stage or a tie, with its step.
+    unknown: set[tuple[int, int]] = field(init=False, default_factory=set)  # (rank, slot) of what is not the plan's
+    computed: list[list[int]] = field(init=False)  # by stage: the slots in which it computes
+    # By rank: the actions for a whole stage or a tie, with their slots.
     upkeep: list[list[tuple[int, Action]]] = field(init=False)
-    # By rank, in order: the number of each message (for a tie -1 - its number), its other rank, and its step.
-    messages: list[list[int]] = field(init=False)
-    message_peers: list[list[int]] = field(init=False)
-    message_steps: list[list[int]] = field(init=False)
 
-    _first_steps: dict[int, dict[Action, int]] = field(init=False, default_factory=dict)
+    _first_slots: dict[int, dict[Action, int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.plan, local=True)
         self.computed = [[] for _ in range(self.plan.stages)]
         self.upkeep = [[] for _ in self.plan.actions]
-        self.messages = [[] for _ in self.plan.actions]
-        self.message_peers = [[] for _ in self.plan.actions]
-        self.message_steps = [[] for _ in self.plan.actions]
 
-    def first_step(self, rank: int, wanted: Action) -> int | None:
-        """The first step at which a rank does an action, or one that gives the same; indexed when first asked."""
-        if rank not in self._first_steps:
-            steps = self._first_steps[rank] = {}
-            for step, action in enumerate(self.plan.actions[rank]):
+    def first_slot(self, rank: int, wanted: Action) -> int | None:
+        """Return the first slot in which a rank does an action, or one that gives the same; indexed on first use."""
+        if rank not in self._first_slots:
+            slots = self._first_slots[rank] = {}
+            for slot, action in enumerate(self.plan.actions[rank]):
                 for leaf in action.leaves if action is not None else ():
                     for given in (leaf.op, *GIVES.get(leaf.op, ())):
-                        steps.setdefault(leaf._replace(op=given), step)
-        return self._first_steps[rank].get(wanted)
+                        slots.setdefault(leaf._replace(op=given), slot)
+        return self._first_slots[rank].get(wanted)
 
-    def readings(self) -> list[dict[Key, _Reading]]:
-        """For each rank, how to read what it may do."""
-        rank_of, slots = self.plan.placement.rank_of, self.ledger.slots
-        readings: list[dict[Key, _Reading]] = [{} for _ in self.plan.actions]
-        for (op, stage, peer), (needs, fills) in self.ledger.entries.items():
-            message, other_rank = -1, -1
-            if op in TRANSFERS:
-                end = Action(stage, op, 0, peer)
-                send = end if op in SENDS else end.counterpart
-                message = slots[send.op, send.stage, send.other_stage]
-                other_rank = rank_of[end.other_stage]
-            if self.plan.training or op not in BACKWARD:
-                readings[rank_of[stage]][op, stage, peer] = _Reading(needs, fills, message, other_rank)
-        return readings
+    def entries(self) -> list[dict[Key, Entry]]:
+        """Return the entries of the ledger by the rank that may do them."""
+        by_rank: list[dict[Key, Entry]] = [{} for _ in self.plan.actions]
+        for key, entry in self.ledger.entries.items():
+            if self.plan.training or key[0] not in BACKWARD:
+                by_rank[self.plan.placement.rank_of[key[1]]][key] = entry
+        return by_rank
 
 
 def order_faults(plan: Plan, books: Books) -> list[Fault]:
-    """Read every rank's actions once: what is unknown, twice, too early, or missing."""
+    """Read every rank's actions once, and return a fault for each that is unknown, double, too early, or missing."""
     faults: list[Fault] = []
     done, computed, microbatches = books.ledger.done, books.computed, plan.microbatches
-    readings = books.readings()
+    entries = books.entries()
     for rank, row in enumerate(plan.actions):
-        read = readings[rank].get
-        messages, peers, steps = books.messages[rank], books.message_peers[rank], books.message_steps[rank]
-        for step, action in enumerate(row):
+        entry_of = entries[rank].get
+        for slot, action in enumerate(row):
             if action is None:
                 continue
             for leaf in action.parts or (action,):
                 stage, op, microbatch, peer, _ = leaf
-                reading = read((op, stage, peer))
-                if reading is None or microbatch is None or not 0 <= microbatch < microbatches:
-                    faults += _set_apart(plan, books, rank, step, leaf, action)
+                entry = entry_of((op, stage, peer))
+                if entry is None or microbatch is None or not 0 <= microbatch < microbatches:
+                    faults += _set_apart(plan, books, rank, slot, leaf, action)
                     continue
-                needs, fills, message, other_rank = reading
+                needs, fills, message, _ = entry
                 if message >= 0 and leaf is not action:
-                    books.known = False
-                    faults.append(Fault(rank, step, action, f"{leaf} {_NO_PART}"))
+                    books.unknown.add((rank, slot))
+                    faults.append(Fault(rank, slot, action, f"{leaf} {_NO_PART}"))
                     continue
-                for slot in needs:
-                    if not done[slot + microbatch]:
-                        faults += _too_early(books, rank, step, leaf)
+                for offset in needs:
+                    if not done[offset + microbatch]:
+                        faults += _too_early(books, rank, slot, leaf)
                         break
-                for slot in fills:
-                    if done[slot + microbatch]:
-                        faults.append(_twice(books, rank, step, leaf))
+                for offset in fills:
+                    if done[offset + microbatch]:
+                        faults.append(_twice(books, rank, slot, leaf))
                         break
-                    done[slot + microbatch] = 1
+                    done[offset + microbatch] = 1
                 if message < 0:
-                    computed[stage].append(step)
-                else:
-                    messages.append(message + microbatch)
-                    peers.append(other_rank)
-                    steps.append(step)
+                    computed[stage].append(slot)
     return faults + _missing(plan, books.ledger)
 
 
-def _set_apart(plan: Plan, books: Books, rank: int, step: int, leaf: Action, action: Action) -> list[Fault]:
-    """Put what is for a whole stage or a tie aside for its own check; a fault for what is none of the plan's."""
+def _set_apart(plan: Plan, books: Books, rank: int, slot: int, leaf: Action, action: Action) -> list[Fault]:
+    """Put an action for a whole stage or a tie aside for its own check; any other is a fault."""
     problem = _unknown(plan, rank, leaf)
     if not problem and action.parts:
         problem = f"{leaf} {_NO_PART}"
     if problem:
-        books.known = False
-        return [Fault(rank, step, leaf, problem)]
-    books.upkeep[rank].append((step, leaf))
-    if leaf.op is Op.REDUCE_TIES:
-        books.messages[rank].append(-1 - (leaf.microbatch or 0))
-        books.message_peers[rank].append(-1)
-        books.message_steps[rank].append(step)
+        books.unknown.add((rank, slot))
+        return [Fault(rank, slot, leaf, problem)]
+    books.upkeep[rank].append((slot, leaf))
     return []
 
 
 def _unknown(plan: Plan, rank: int, leaf: Action) -> str:
-    """Why an action is none of this plan's, or nothing if it is one for a whole stage."""
+    """Return the reason why an action is none of this plan's; empty if it is one for a whole stage."""
     stage, op, microbatch = leaf.stage, leaf.op, leaf.microbatch
     rank_of = plan.placement.rank_of
     if op is Op.OVERLAP_F_B:
@@ -189,43 +153,43 @@ def _not_an_edge(plan: Plan, leaf: Action) -> str:
     return f"no {what} goes between stages {maker} and {user} that way; remove the transfer or add it to the dataflow"
 
 
-def _too_early(books: Books, rank: int, step: int, leaf: Action) -> list[Fault]:
-    """Faults that name what is not there yet, and where it is."""
+def _too_early(books: Books, rank: int, slot: int, leaf: Action) -> list[Fault]:
+    """Return a fault for each need that is not there yet, with its place."""
     plan, ledger = books.plan, books.ledger
     placement = plan.placement if plan.has_transfers else None
     faults = []
     for need in dependencies(leaf, plan.dataflow, placement):
         if plan.placement.rank_of[need.stage] != rank or (need.op in SENDS):
             continue
-        if ledger.done[ledger.slot(*_slot_key(need)) + (need.microbatch or 0)]:
+        if ledger.done[ledger.offset(*_offset_key(need)) + (need.microbatch or 0)]:
             continue
-        later = books.first_step(rank, need)
-        if later == step:
+        later = books.first_slot(rank, need)
+        if later == slot:
             problem = f"needs {need}, a later part of the same overlap; put that first, or before the overlap"
         elif later is not None:
-            problem = f"needs {plan.actions[rank][later]}, which comes after it, at step {later}; put that before"
+            problem = f"needs {plan.actions[rank][later]}, which comes after it, at slot {later}; put that before"
         else:
             problem = f"needs {need}, which is nowhere on this rank; add it before"
-        faults.append(Fault(rank, step, leaf, problem))
+        faults.append(Fault(rank, slot, leaf, problem))
     return faults
 
 
-def _slot_key(need: Action) -> tuple[Op, int, int | None]:
+def _offset_key(need: Action) -> tuple[Op, int, int | None]:
     return need.op, need.stage, need.other_stage if need.op in TRANSFERS else None
 
 
-def _twice(books: Books, rank: int, step: int, leaf: Action) -> Fault:
-    firsts = [books.first_step(rank, leaf._replace(op=given)) for given in GIVES.get(leaf.op, (leaf.op,))]
+def _twice(books: Books, rank: int, slot: int, leaf: Action) -> Fault:
+    firsts = [books.first_slot(rank, leaf._replace(op=given)) for given in GIVES.get(leaf.op, (leaf.op,))]
     first = min(found for found in firsts if found is not None)
-    done = f"done already by {books.plan.actions[rank][first]} at step {first}"
-    return Fault(rank, step, leaf, f"{done}; remove one of the two")
+    done = f"done already by {books.plan.actions[rank][first]} at slot {first}"
+    return Fault(rank, slot, leaf, f"{done}; remove one of the two")
 
 
 def _missing(plan: Plan, ledger: Ledger) -> list[Fault]:
-    """What a whole step must do and no rank does."""
+    """Return a fault for each action of a whole training step that no rank does."""
     faults = []
-    for (op, stage, other), slot in ledger.slots.items():
-        flags = ledger.done[slot : slot + plan.microbatches]
+    for (op, stage, other), offset in ledger.offsets.items():
+        flags = ledger.done[offset : offset + plan.microbatches]
         if flags.count(1) == len(flags) or (op in BACKWARD and not plan.training):
             continue
         rank = plan.placement.rank_of[stage]
@@ -241,10 +205,10 @@ def _missing(plan: Plan, ledger: Ledger) -> list[Fault]:
 
 
 def _whole_backward(ledger: Ledger, action: Action) -> Action | None:
-    """The full backward, if neither of its parts is there."""
+    """Return the full backward if neither of its parts is there."""
     if action.op not in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
         return None
-    parts = (ledger.slots[op, action.stage, None] for op in GIVES[Op.FULL_BACKWARD])
-    if any(ledger.done[slot + (action.microbatch or 0)] for slot in parts):
+    parts = (ledger.offsets[op, action.stage, None] for op in GIVES[Op.FULL_BACKWARD])
+    if any(ledger.done[offset + (action.microbatch or 0)] for offset in parts):
         return None
     return action._replace(op=Op.FULL_BACKWARD)

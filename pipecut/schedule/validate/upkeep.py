@@ -1,4 +1,4 @@
-"""Parameters gathered when they are used, gradients reduced once and after the last of them."""
+"""Check sharding and reductions: parameters are gathered when used, gradients reduced once, after the last of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
 
 
 def upkeep_faults(plan: Plan, books: Books) -> list[Fault]:
-    """The faults of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIES, on every rank."""
+    """Return the faults of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIES, on every rank."""
     if not any(books.upkeep):
         return []
     faults: list[Fault] = []
@@ -24,34 +24,34 @@ def upkeep_faults(plan: Plan, books: Books) -> list[Fault]:
 
 
 def _use_of_sharded(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
-    """Computations between a RESHARD, or the start, and the next UNSHARD of their stage."""
+    """Find computations between a RESHARD, or the start, and the next UNSHARD of their stage."""
     end = len(plan.actions[rank])
     sharded_since = {action.stage: 0 for _, action in upkeep if action.op in (Op.UNSHARD, Op.RESHARD)}
     closing = [(end, Action(stage, Op.UNSHARD)) for stage in sharded_since]
-    for step, action in (*upkeep, *closing):
+    for slot, action in (*upkeep, *closing):
         stage = action.stage
         if action.op is Op.RESHARD:
-            sharded_since.setdefault(stage, step)
+            sharded_since.setdefault(stage, slot)
         elif action.op is Op.UNSHARD and stage in sharded_since:
-            steps = books.computed[stage]
-            for place in range(bisect_left(steps, sharded_since.pop(stage)), bisect_right(steps, step)):
-                used = plan.actions[rank][steps[place]]
-                assert used is not None  # a step at which a stage computes
+            slots = books.computed[stage]
+            for place in range(bisect_left(slots, sharded_since.pop(stage)), bisect_right(slots, slot)):
+                used = plan.actions[rank][slots[place]]
+                assert used is not None  # a slot at which a stage computes
                 problem = f"stage {stage} is sharded here; put {stage}UNSHARD before it"
-                yield Fault(rank, steps[place], used, problem)
+                yield Fault(rank, slots[place], used, problem)
 
 
 def _reductions_too_early(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
-    for step, action in upkeep:
+    for slot, action in upkeep:
         for stage in _reduced(plan, rank, action):
             last = books.computed[stage][-1] if books.computed[stage] else -1
-            if last > step:
-                problem = f"comes before {plan.actions[rank][last]} (step {last}) of the stage; put it after the last"
-                yield Fault(rank, step, action, problem)
+            if last > slot:
+                problem = f"comes before {plan.actions[rank][last]} (slot {last}) of the stage; put it after the last"
+                yield Fault(rank, slot, action, problem)
 
 
 def _reduced(plan: Plan, rank: int, action: Action) -> list[int]:
-    """The stages of the rank whose gradients an action sums."""
+    """Return the stages of the rank whose gradients an action sums."""
     if action.op is Op.REDUCE_GRAD:
         return [action.stage]
     if action.op is Op.REDUCE_TIES:
@@ -61,13 +61,13 @@ def _reduced(plan: Plan, rank: int, action: Action) -> list[int]:
 
 
 def _reductions_missing(plan: Plan, books: Books) -> Iterator[Fault]:
-    """A plan that reduces anything reduces everything, once."""
+    """Find reductions that are missing or double: a plan that reduces anything reduces everything, once."""
     rank_of = plan.placement.rank_of
     there: dict[tuple[Op, int, int | None], list[int]] = {}
     for rank, upkeep in enumerate(books.upkeep):
-        for step, action in upkeep:
+        for slot, action in upkeep:
             if action.op in _REDUCTIONS:
-                there.setdefault(_reduction(rank, action), []).append(step)
+                there.setdefault(_reduction(rank, action), []).append(slot)
     kinds = {op for op, _, _ in there}
     wanted: list[tuple[int, Action]] = []
     if Op.REDUCE_GRAD in kinds:
@@ -78,15 +78,15 @@ def _reductions_missing(plan: Plan, books: Books) -> Iterator[Fault]:
             if len(first) > 1:
                 wanted += [(rank, Action(stage, Op.REDUCE_TIES, number)) for rank, stage in first.items()]
     for rank, action in wanted:
-        steps = there.get(_reduction(rank, action), [])
-        if not steps:
+        slots = there.get(_reduction(rank, action), [])
+        if not slots:
             problem = "is missing, while others have theirs; add it"
             yield Fault(rank, len(plan.actions[rank]), action, problem)
-        for step in steps[1:]:
-            again = plan.actions[rank][step] or action
-            yield Fault(rank, step, again, f"done already at step {steps[0]}; remove one of the two")
+        for slot in slots[1:]:
+            again = plan.actions[rank][slot] or action
+            yield Fault(rank, slot, again, f"done already at slot {slots[0]}; remove one of the two")
 
 
 def _reduction(rank: int, action: Action) -> tuple[Op, int, int | None]:
-    """What an action reduces on a rank: the gradients of a stage, or a tie, whichever of its stages stands for it."""
+    """Name the reduction on a rank: the gradients of a stage, or a tie, whichever of its stages stands for it."""
     return action.op, rank, action.stage if action.op is Op.REDUCE_GRAD else action.microbatch

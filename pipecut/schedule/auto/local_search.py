@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from .candidate import Candidate, accepted, merit
+from .candidate import Candidate, checked_candidate, merit
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Budget, Clock, Place, Timing, critical_places
 
@@ -16,15 +16,15 @@ def moved(
     clock: Clock, start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random
 ) -> Candidate:
     """The best of the plans that single moves lead to. The search may go through worse ones."""
-    return _Moving(clock, start, objective, random).run(bound, budget, part)
+    return _LocalSearch(clock, start, objective, random).run(bound, budget, part)
 
 
-class _Moving:
+class _LocalSearch:
     def __init__(self, clock: Clock, start: Candidate, objective: str, random: Random) -> None:
         self.clock, self.problem, self.objective, self.random = clock, clock.problem, objective, random
         self.rows: list[Row] = [list(row) for row in start.rows]
         self.best = start
-        self.starts = [0.0] * len(self.clock.lasts)
+        self.starts = [0.0] * len(self.clock.durations)
         self.critical: list[Place] | None = None  # of the rows as they are, once it is asked for
         self.block = self.problem.stages * self.problem.microbatches  # numbers of one kind
 
@@ -53,7 +53,7 @@ class _Moving:
             self.critical = None
             history[number % _LATE] = now
             if merit(timing, self.objective) < self.best.merit(self.objective):
-                made = accepted("moved passes", self.clock, [list(each) for each in self.rows])
+                made = checked_candidate("moved passes", self.clock, [list(each) for each in self.rows])
                 self.best = made or self.best
         return self.best
 
@@ -94,12 +94,12 @@ class _Moving:
 
     def _gap_filled(self, rank: int) -> tuple[int, int] | None:
         """A later pass, and a gap before which it could run: (its place, its new place)."""
-        row, starts, lasts = self.rows[rank], self.starts, self.clock.lasts
-        slack = 1e-9 * lasts[row[0]]
+        row, starts, durations = self.rows[rank], self.starts, self.clock.durations
+        slack = 1e-9 * durations[row[0]]
         gaps = [
             place
             for place in range(1, len(row))
-            if starts[row[place]] - starts[row[place - 1]] - lasts[row[place - 1]] > slack
+            if starts[row[place]] - starts[row[place - 1]] - durations[row[place - 1]] > slack
         ]
         if not gaps:
             return None

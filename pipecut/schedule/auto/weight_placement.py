@@ -13,30 +13,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .candidate import Candidate, accepted, merit
+from .candidate import Candidate, checked_candidate, merit
 from .greedy import NEVER
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 from .timing import Budget, Clock
 
 
 @dataclass(frozen=True)
-class _Putting:
+class _WeightPolicy:
     """When weight gradients run, by rank."""
 
     patience: tuple[float, ...]  # the part of one by which it may keep the next pass waiting
     delay: tuple[int, ...]  # how many may wait
 
 
-def _refitted(clock: Clock, rows: Sequence[Row], putting: _Putting) -> tuple[Row, ...]:
+def _place_weights(clock: Clock, rows: Sequence[Row], policy: _WeightPolicy) -> tuple[Row, ...]:
     """Rows of forwards and input gradients, with the weight gradients put in. Passes are missing if a rank is stuck."""
-    return _Refitting(clock, rows, putting).run()
+    return _WeightPlacement(clock, rows, policy).run()
 
 
-class _Refitting:
+class _WeightPlacement:
     """The state of all ranks at one moment."""
 
-    def __init__(self, clock: Clock, rows: Sequence[Row], putting: _Putting) -> None:
-        self.clock, self.problem, self.putting = clock, clock.problem, putting
+    def __init__(self, clock: Clock, rows: Sequence[Row], policy: _WeightPolicy) -> None:
+        self.clock, self.problem, self.policy = clock, clock.problem, policy
         self.block = self.problem.stages * self.problem.microbatches
         self.left = [row[::-1] for row in rows]
         self.waiting: list[deque[int]] = [deque() for _ in rows]
@@ -67,15 +67,15 @@ class _Refitting:
             arrival = self.done[self.clock.needs[left[-1]]]
             if arrival < 0:
                 arrival = NEVER
-            elif arrival <= now and ready <= self.putting.delay[rank]:
+            elif arrival <= now and ready <= self.policy.delay[rank]:
                 number = self._fitting(rank, left[-1], alone=not ready)
                 if number is not None:
                     left.pop()
                     self._run(rank, number, now)
                     return
         if ready:
-            spare = self.clock.lasts[waiting[0]] * (1 - self.putting.patience[rank])
-            if arrival <= now or arrival == NEVER or now + spare <= arrival or ready > self.putting.delay[rank]:
+            spare = self.clock.durations[waiting[0]] * (1 - self.policy.patience[rank])
+            if arrival <= now or arrival == NEVER or now + spare <= arrival or ready > self.policy.delay[rank]:
                 self._run(rank, waiting.popleft(), now)
 
     def _fitting(self, rank: int, number: int, *, alone: bool) -> int | None:
@@ -91,7 +91,7 @@ class _Refitting:
 
     def _run(self, rank: int, number: int, now: float) -> None:
         kind, rest = divmod(number, self.block)
-        end = now + self.clock.lasts[number]
+        end = now + self.clock.durations[number]
         self.rows[rank].append(number)
         self.held[rank] += self.clock.growth[number]
         self.free[rank] = end
@@ -113,7 +113,7 @@ class _Refitting:
 _UNLIMITED = 1 << 30
 
 
-def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
+def placed_weights(clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
     """The best way that was found to put the weight gradients of each candidate, the best of which comes first.
 
     Left out are those that cannot become the best, wherever their weight gradients are, and orders that come again.
@@ -130,13 +130,13 @@ def refits(clock: Clock, candidates: Sequence[Candidate], objective: str, budget
             continue
         done.append(rows)
         name = f"{candidate.name}, refitted"
-        puttings = _puttings(clock.problem.ranks)
-        made = (accepted(name, clock, _refitted(clock, rows, putting)) for putting in puttings)
+        policies = _weight_policies(clock.problem.ranks)
+        made = (checked_candidate(name, clock, _place_weights(clock, rows, policy)) for policy in policies)
         fitting = [each for each in made if each is not None]
         if fitting:
-            refit = min(fitting, key=lambda each: each.merit(objective))
-            best = min(best, refit.merit(objective))
-            yield refit
+            best_placed = min(fitting, key=lambda each: each.merit(objective))
+            best = min(best, best_placed.merit(objective))
+            yield best_placed
 
 
 def _without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
@@ -149,10 +149,10 @@ def _without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _puttings(ranks: int) -> Iterator[_Putting]:
+def _weight_policies(ranks: int) -> Iterator[_WeightPolicy]:
     """Nothing depends on the gradients of the first rank: it may take its time. The others had better not."""
     unlimited = (_UNLIMITED,) * ranks
-    yield _Putting((1.0, *(0.0,) * (ranks - 1)), unlimited)
-    yield _Putting((0.0,) * ranks, unlimited)
-    yield _Putting((0.5,) * ranks, unlimited)
-    yield _Putting((1.0,) * ranks, tuple(range(ranks)))
+    yield _WeightPolicy((1.0, *(0.0,) * (ranks - 1)), unlimited)
+    yield _WeightPolicy((0.0,) * ranks, unlimited)
+    yield _WeightPolicy((0.5,) * ranks, unlimited)
+    yield _WeightPolicy((1.0,) * ranks, tuple(range(ranks)))
