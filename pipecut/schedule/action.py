@@ -27,8 +27,6 @@ class Op(str, Enum):
     REDUCE_TIES = "REDUCE_TIES"
     OVERLAP_F_B = "OVERLAP_F_B"
 
-    __hash__ = str.__hash__  # that of Enum is a call of Python, and plans are read through dicts and sets of ops
-
     def __str__(self) -> str:
         return str(self.value)
 

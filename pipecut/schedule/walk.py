@@ -2,7 +2,7 @@
 
 A send and its receive happen together, when both ranks have come to them: nothing is buffered. So a plan that can be
 walked to its end cannot deadlock, whatever the network buffers, and one that cannot is stuck at known places. Lowering,
-the proof, the simulator and the drawings all go through a plan with this one walk.
+the simulator, the drawings and the proof go through a plan here and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import PlanError
-from .action import NEIGHBOUR, TRANSFERS, WHOLE_STAGE, Action, Op
+from .action import NEIGHBOUR, RECEIVES, SENDS, TRANSFERS, WHOLE_STAGE, Action, Op
 from .plan import Plan
 from .rules import GIVES
 
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     needs: tuple[int, ...]
     fills: tuple[int, ...]
     message: int = -1  # of a transfer: the number of its message for microbatch 0, the same at both ends
-    ranks: tuple[int, ...] = ()  # of a transfer: the sending and the receiving rank
+    other: int = -1  # of a transfer: the rank at the other end
 
 
 class Ledger:
@@ -69,9 +69,9 @@ class Ledger:
                 made = send is Op.SEND_B or (stage, other) in flow.activations
                 needs = (self.offset(op, stage),) if made else ()
                 message, arrival = self.offset(send, stage, other), self.offset(receive, other, stage)
-                ranks = placement.rank_of[stage], placement.rank_of[other]
-                self.entries[_key(send, stage, other)] = Entry(needs, (message,), message, ranks)
-                self.entries[_key(receive, other, stage)] = Entry((), (arrival,), message, ranks)
+                sender, receiver = placement.rank_of[stage], placement.rank_of[other]
+                self.entries[_key(send, stage, other)] = Entry(needs, (message,), message, receiver)
+                self.entries[_key(receive, other, stage)] = Entry((), (arrival,), message, sender)
 
     def offset(self, op: Op, stage: int, other: int | None = None) -> int:
         """Return the offset of the flags of one effect of an op at a stage."""
@@ -102,20 +102,13 @@ class Walk:
 
     The ranks take turns, one action each, in ascending order: the order is the same in every run. The two ends of a
     message come one after the other, the send first.
-
-    With `messages_only` a rank waits for nothing but its messages and the sums of ties; the plan must then have no
-    action that `first_unknown` finds.
     """
 
-    def __init__(self, plan: Plan, *, messages_only: bool = False) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.places = [0] * len(plan.actions)  # the next slot of each rank
         self._messages: list[int | None] = [None] * len(plan.actions)  # the message that each rank waits in
         self._ledger = Ledger(plan)
-        if messages_only:
-            entries = self._ledger.entries
-            self._ledger.entries = {key: entry._replace(needs=(), fills=()) for key, entry in entries.items()}
-            return
         unknown = first_unknown(plan, self._ledger)
         if unknown is not None:
             rank, slot = unknown
@@ -161,28 +154,43 @@ class Walk:
                     places[rank] = place + 1
                     moved = True
                     continue
-                stage, op, microbatch, _, parts = action
-                if op in GIVES:
-                    needs, fills, _, _ = entries[op, stage, None]
-                    for offset in needs:
-                        if not done[offset + microbatch]:  # type: ignore[operator]
-                            break
-                    else:
-                        if fills and done[fills[0] + microbatch]:  # type: ignore[operator]
-                            continue  # done twice: such a rank does not go on
-                        for offset in fills:
-                            done[offset + microbatch] = 1  # type: ignore[operator]
+                stage, op, microbatch, peer, parts = action
+                entry = entries.get((op, stage, peer))
+                if entry is None:
+                    if op is Op.REDUCE_TIES:
+                        for each in self._sum_of_tie(rank, action):
+                            moved = True
+                            yield each
+                    elif not parts or self._do_parts(parts):
                         places[rank] = place + 1
                         moved = True
                         yield rank, action
-                elif op in MEETINGS:
-                    for end in self._meet(rank, action):
-                        moved = True
-                        yield end
-                elif not parts or self._do_parts(parts):
+                    continue
+                needs, fills, message, other = entry
+                for offset in needs:
+                    if not done[offset + microbatch]:  # type: ignore[operator]
+                        break
+                else:
+                    if done[fills[0] + microbatch]:  # type: ignore[operator]
+                        continue  # done twice: such a rank does not go on
+                    if message >= 0:
+                        message += microbatch  # type: ignore[operator]
+                        if messages[other] != message:
+                            messages[rank] = message
+                            continue
+                        end: Action = rows[other][places[other]]  # type: ignore[assignment]
+                        self._ledger.note(end)
+                        messages[other] = None
+                        places[other] += 1
+                        if op in RECEIVES:
+                            yield other, end
+                    for offset in fills:
+                        done[offset + microbatch] = 1  # type: ignore[operator]
                     places[rank] = place + 1
                     moved = True
                     yield rank, action
+                    if op in SENDS:
+                        yield other, end
             live = [rank for rank in live if places[rank] < len(rows[rank])]
 
     def _do_parts(self, parts: tuple[Action, ...]) -> bool:
@@ -195,41 +203,79 @@ class Walk:
             self._ledger.note(part)
         return True
 
-    def _meet(self, rank: int, action: Action) -> list[tuple[int, Action]]:
-        """Let a rank come to a message or a sum; it happens on all its ranks once the last of them has come."""
-        messages, places, rows = self._messages, self.places, self.plan.actions
-        message, ranks = self.meeting(action)
-        messages[rank] = message
+    def _sum_of_tie(self, rank: int, action: Action) -> list[tuple[int, Action]]:
+        """Let a rank come to the sum of a tie; it happens on all its ranks once the last of them has come."""
+        message, ranks = -1 - (action.microbatch or 0), self.ranks_of(rank, action)
+        self._messages[rank] = message
+        if any(self._messages[each] != message for each in ranks):
+            return []
+        ends: list[tuple[int, Action]] = []
         for each in ranks:
-            if messages[each] != message:
-                return []
-        ends = []
-        for each in ranks:
-            end = rows[each][places[each]]
-            assert end is not None  # it waits in a message
-            ends.append((each, end))
-        if action.op in TRANSFERS:
-            send, receive = ends[0][1], ends[1][1]
-            if not self._ledger.ready(send) or self._ledger.is_done(send):
-                return []
-            self._ledger.note(send)
-            self._ledger.note(receive)
-        for each in ranks:
-            messages[each] = None
-            places[each] += 1
+            ends.append((each, self.plan.actions[each][self.places[each]]))  # type: ignore[arg-type]
+            self._messages[each] = None
+            self.places[each] += 1
         return ends
 
-    def meeting(self, action: Action) -> tuple[int, tuple[int, ...]]:
-        """Return the number of a message or of the sum of a tie (below 0), and its ranks, the sender first."""
-        number = action.microbatch or 0
+    def ranks_of(self, rank: int, action: Action) -> tuple[int, ...]:
+        """Return all ranks on which an action of a rank happens at once."""
         if action.op is Op.REDUCE_TIES:
-            return -1 - number, self.plan.ranks_of_tie(number)
-        entry = self._ledger.entries[action.op, action.stage, action.peer]
-        return entry.message + number, entry.ranks
+            return self.plan.ranks_of_tie(action.microbatch or 0)
+        other = self._ledger.entries[action.op, action.stage, action.peer].other if action.op in TRANSFERS else rank
+        return (rank,) if other == rank else (rank, other)
 
-    def waits_in(self, rank: int) -> int | None:
-        """Return the message that a rank has come to and that has not happened."""
-        return self._messages[rank]
+
+class MessageWalk:
+    """A walk through messages alone, as if all computations were done: quick, and blind to faults in their order.
+
+    The messages of each rank are numbers, the same at both ends; the sum of tie n is -1 - n. After `run`, `places` has
+    the number of messages that each rank could do.
+    """
+
+    def __init__(self, plan: Plan, messages: list[list[int]], peers: list[list[int]]) -> None:
+        self.plan, self.messages, self.peers = plan, messages, peers
+        self.places = [0] * len(messages)
+
+    def at(self, rank: int) -> int | None:
+        """Return the message that a rank has come to."""
+        place = self.places[rank]
+        return self.messages[rank][place] if place < len(self.messages[rank]) else None
+
+    def ranks_of(self, rank: int, place: int) -> tuple[int, ...]:
+        """Return the ranks that take part in one of a rank's messages."""
+        message = self.messages[rank][place]
+        return (rank, self.peers[rank][place]) if message >= 0 else self.plan.ranks_of_tie(-1 - message)
+
+    def run(self) -> None:
+        """Let everything happen that can."""
+        messages, peers, places = self.messages, self.peers, self.places
+        turns = list(range(len(messages)))
+        while turns:
+            rank = turns.pop()
+            queue, its_peers, place = messages[rank], peers[rank], places[rank]
+            while place < len(queue):
+                message = queue[place]
+                if message < 0:
+                    if not self._sum_of_tie(rank, place, turns):
+                        break
+                    place += 1
+                    continue
+                peer = its_peers[place]
+                there = places[peer]
+                if there == len(messages[peer]) or messages[peer][there] != message:
+                    break
+                places[peer] = there + 1
+                turns.append(peer)
+                place += 1
+                places[rank] = place
+
+    def _sum_of_tie(self, rank: int, place: int, turns: list[int]) -> bool:
+        ranks = self.ranks_of(rank, place)
+        if any(self.at(each) != self.messages[rank][place] for each in ranks):
+            return False
+        for each in ranks:
+            self.places[each] += 1
+            turns.append(each)
+        return True
 
 
 def first_unknown(plan: Plan, ledger: Ledger) -> tuple[int, int] | None:

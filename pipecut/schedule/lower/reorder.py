@@ -61,7 +61,7 @@ def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
     together: list[tuple[int, Action]] = []
     for rank, action in walk:
         together.append((rank, action))
-        if action.op in MEETINGS and len(together) < len(walk.meeting(action)[1]):
+        if action.op in MEETINGS and len(together) < len(walk.ranks_of(rank, action)):
             continue
         ready = [
             slot_of[need]

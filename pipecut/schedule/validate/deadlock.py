@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ..action import Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
-from ..walk import MEETINGS, Walk
+from ..walk import MessageWalk, Walk
 from .order import Books, Fault
 
 
 def deadlock_faults(plan: Plan, books: Books) -> list[Fault]:
     """Return a fault for each rank that waits for ever."""
-    if plan.has_transfers or any(action.op is Op.REDUCE_TIES for row in books.upkeep for _, action in row):
-        faults = _Messages(_without(plan, books.unknown)).faults()
+    if plan.has_transfers or any(books.messages):
+        faults = _Messages(plan, books).faults()
         if plan.has_transfers or faults:
             return faults
-    return [] if books.unknown else _circles(plan)
-
-
-def _without(plan: Plan, unknown: set[tuple[int, int]]) -> Plan:
-    if not unknown:
-        return plan
-    return plan.with_actions(
-        (None if (rank, slot) in unknown else action for slot, action in enumerate(row))
-        for rank, row in enumerate(plan.actions)
-    )
+    return _circles(plan) if books.known else []
 
 
 class _Messages:
@@ -36,58 +26,54 @@ class _Messages:
     Computations count as done, so that one that is missing or too early, a fault of its own, hides no deadlock.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.walk = Walk(plan, messages_only=True)
+    def __init__(self, plan: Plan, books: Books) -> None:
+        self.plan, self.slots = plan, books.message_slots
+        self.walk = MessageWalk(plan, books.messages, books.message_peers)
 
     def faults(self) -> list[Fault]:
         """Walk, and return one fault for each rank that does not come to its end."""
-        deque(self.walk, maxlen=0)
-        stuck = list(self.walk.stuck)
+        self.walk.run()
+        stuck = [rank for rank in range(len(self.slots)) if self.walk.at(rank) is not None]
         waits = {rank: self._waits_for(rank) for rank in stuck}
         circle = _on_a_circle({rank: peer for rank, peer in waits.items() if self._is_to_come(rank, peer)})
         return [self._explain(rank, waits[rank], rank in circle) for rank in stuck]
 
-    def _left(self, rank: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """The messages that a rank has not done: slot, number and ranks."""
-        row = self.plan.actions[rank]
-        for slot in range(self.walk.places[rank], len(row)):
-            action = row[slot]
-            if action is not None and action.op in MEETINGS:
-                yield slot, *self.walk.meeting(action)
-
     def _waits_for(self, rank: int) -> int:
-        """The first rank that has not come to where this one waits."""
-        _, message, ranks = next(self._left(rank))
-        return next(peer for peer in sorted(ranks) if self.walk.waits_in(peer) != message)
+        """Return the first rank that has not come to where this one waits."""
+        ranks = sorted(self.walk.ranks_of(rank, self.walk.places[rank]))
+        return next(peer for peer in ranks if self.walk.at(peer) != self.walk.at(rank))
 
     def _is_to_come(self, rank: int, peer: int) -> bool:
         """Return True if the other rank would take part, if it got there."""
-        return self._has_left(peer, self.walk.waits_in(rank))
+        return self.walk.at(rank) in self._left(peer)
 
-    def _has_left(self, rank: int, message: int | None) -> bool:
-        return any(number == message for _, number, _ in self._left(rank))
+    def _left(self, rank: int) -> list[int]:
+        return self.walk.messages[rank][self.walk.places[rank] :]
 
     def _explain(self, rank: int, peer: int, in_circle: bool) -> Fault:
-        slot, message, _ = next(self._left(rank))
-        action = self._action(rank, slot)
+        slot, action = self._slot(rank, self.walk.places[rank])
         if not self._is_to_come(rank, peer):
             problem = f"waits for ever: rank {peer} has no other end for it from there on; add it or remove this one"
             return Fault(rank, slot, action, problem, cause=False)
-        place, shared, _ = next(left for left in self._left(peer) if rank in left[2])
-        if shared != message and self._has_left(rank, shared):
+        places = range(self.walk.places[peer], len(self.slots[peer]))
+        place = next(place for place in places if rank in self.walk.ranks_of(peer, place))
+        shared = self.walk.messages[peer][place]
+        if shared != self.walk.at(rank) and shared in self._left(rank):
+            its_slot, its_action = self._slot(peer, place)
             problem = (
                 f"ranks {rank} and {peer} have their messages in different orders: rank {peer} first comes to "
-                f"{self._action(peer, place)} (slot {place}); put them in the same order on both"
+                f"{its_action} (slot {its_slot}); put them in the same order on both"
             )
             return Fault(rank, slot, action, problem)
-        at_slot = self.walk.places[peer]
-        return _waiting(rank, slot, action, f"waits for rank {peer}", self._action(peer, at_slot), at_slot, in_circle)
+        at_slot, at_action = self._slot(peer, self.walk.places[peer])
+        return _waiting(rank, slot, action, f"waits for rank {peer}", at_action, at_slot, in_circle)
 
-    def _action(self, rank: int, slot: int) -> Action:
+    def _slot(self, rank: int, place: int) -> tuple[int, Action]:
+        """Return the slot and the action of one of a rank's messages."""
+        slot = self.slots[rank][place]
         action = self.plan.actions[rank][slot]
         assert action is not None  # a message comes from an action
-        return action
+        return slot, action
 
 
 def _on_a_circle(waits: Mapping[int, int]) -> set[int]:

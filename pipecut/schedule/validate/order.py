@@ -36,10 +36,14 @@ class Books:
 
     plan: Plan
     ledger: Ledger = field(init=False)
-    unknown: set[tuple[int, int]] = field(init=False, default_factory=set)  # (rank, slot) of what is not the plan's
+    known: bool = True  # False: some action has a stage, a microbatch or a rank that does not exist
     computed: list[list[int]] = field(init=False)  # by stage: the slots in which it computes
     # By rank: the actions for a whole stage or a tie, with their slots.
     upkeep: list[list[tuple[int, Action]]] = field(init=False)
+    # By rank, in order: the number of each message (for a tie -1 - its number), its other rank, and its slot.
+    messages: list[list[int]] = field(init=False)
+    message_peers: list[list[int]] = field(init=False)
+    message_slots: list[list[int]] = field(init=False)
 
     _first_slots: dict[int, dict[Action, int]] = field(init=False, default_factory=dict)
 
@@ -47,6 +51,9 @@ class Books:
         self.ledger = Ledger(self.plan, local=True)
         self.computed = [[] for _ in range(self.plan.stages)]
         self.upkeep = [[] for _ in self.plan.actions]
+        self.messages = [[] for _ in self.plan.actions]
+        self.message_peers = [[] for _ in self.plan.actions]
+        self.message_slots = [[] for _ in self.plan.actions]
 
     def first_slot(self, rank: int, wanted: Action) -> int | None:
         """Return the first slot in which a rank does an action, or one that gives the same; indexed on first use."""
@@ -74,6 +81,7 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
     entries = books.entries()
     for rank, row in enumerate(plan.actions):
         entry_of = entries[rank].get
+        messages, peers, slots = books.messages[rank], books.message_peers[rank], books.message_slots[rank]
         for slot, action in enumerate(row):
             if action is None:
                 continue
@@ -83,9 +91,9 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
                 if entry is None or microbatch is None or not 0 <= microbatch < microbatches:
                     faults += _set_apart(plan, books, rank, slot, leaf, action)
                     continue
-                needs, fills, message, _ = entry
+                needs, fills, message, other_rank = entry
                 if message >= 0 and leaf is not action:
-                    books.unknown.add((rank, slot))
+                    books.known = False
                     faults.append(Fault(rank, slot, action, f"{leaf} {_NO_PART}"))
                     continue
                 for offset in needs:
@@ -99,6 +107,10 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
                     done[offset + microbatch] = 1
                 if message < 0:
                     computed[stage].append(slot)
+                else:
+                    messages.append(message + microbatch)
+                    peers.append(other_rank)
+                    slots.append(slot)
     return faults + _missing(plan, books.ledger)
 
 
@@ -108,9 +120,13 @@ def _set_apart(plan: Plan, books: Books, rank: int, slot: int, leaf: Action, act
     if not problem and action.parts:
         problem = f"{leaf} {_NO_PART}"
     if problem:
-        books.unknown.add((rank, slot))
+        books.known = False
         return [Fault(rank, slot, leaf, problem)]
     books.upkeep[rank].append((slot, leaf))
+    if leaf.op is Op.REDUCE_TIES:
+        books.messages[rank].append(-1 - (leaf.microbatch or 0))
+        books.message_peers[rank].append(-1)
+        books.message_slots[rank].append(slot)
     return []
 
 
