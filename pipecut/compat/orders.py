@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError, warn
 from ..run import ActionContext, Batch, FamilySchedule, checked_op
-from ..schedule import Action, Family, Op, Placement, Plan, add_transfers, load_csv, save_csv
+from ..schedule import Action, Family, Op, Placement, Plan, add_transfers, load_csv
 from ..stage import PipelineStage, is_initialized
 from .actions import UpstreamAction, UpstreamOrder, order_from_upstream, order_to_upstream, to_upstream
 from .passes import (
@@ -262,7 +262,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         self._refuse_missing_order(format)
         rows = order_from_upstream(orders[format]())
         placement = Placement(tuple(map(self._rank_of, range(self._num_stages))))
-        save_csv(Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches), filename)
+        Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches).save_csv(filename)
 
     def _simulate(self) -> UpstreamOrder:
         """Return the order with messages, and a None for every slot in which a rank waits."""

@@ -56,6 +56,7 @@ from .action import COMPUTE as COMPUTE
 from .action import RECEIVES as RECEIVES
 from .action import SENDS as SENDS
 from .action import TRANSFERS as TRANSFERS
+from .action import Rows as Rows
 from .auto.problem import problem_for as problem_for
 from .auto.timing import lower_bound as lower_bound
 from .lower import add_bubbles as add_bubbles
@@ -68,7 +69,6 @@ from .lower.sharding import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
 from .lower.sharding import shard_row as shard_row
 from .lower.sharding import spliced as spliced
 from .lower.transfers import add_transfers as add_transfers
-from .action import Rows as Rows
 from .plan_text import load_csv as load_csv
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family

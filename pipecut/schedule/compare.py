@@ -1,4 +1,4 @@
-"""What a plan was said to take, beside what it took: by kind of action, by rank, and in all."""
+"""Comparison of predicted and executed times: by kind of action, by rank, and of the whole step."""
 
 from __future__ import annotations
 
@@ -17,55 +17,11 @@ from .action import Action, Op
 from .report import Report
 from .timeline import Span, Timeline
 
-# MERGED: Whether what was executed is the plan that it is laid beside: the same actions on each rank, in the same
-# MERGED: order.
-
-
 _NAMED = 4  # actions that an error lists
 
 
-def _check_executed(report: Report, seen: Iterable[Span]) -> None:
-    """Refuse computations that are not those of the plan, on the ranks of which there are any."""
-    rows: dict[int, list[Action]] = {}
-    for span in sorted((span for span in seen if span.action.is_compute), key=lambda each: each.start):
-        rows.setdefault(span.rank, []).append(span.action)
-    planned = report.timeline.by_rank
-    for rank, executed in sorted(rows.items()):
-        foretold = planned[rank] if rank < len(planned) else ()
-        # Sums of ties are compared where they are, and a timeline of computations alone is whole without them.
-        expected = [span.action for span in foretold if span.action.is_compute]
-        fault = _fault(rank, f"the plan '{report.plan.name}'", expected, executed)
-        if fault is not None:
-            raise PlanError(fault)
-
-
-def _fault(rank: int, plan: str, expected: list[Action], executed: list[Action]) -> str | None:
-    known, times = set(expected), Counter(executed)
-    strange = [action for action in executed if action not in known]
-    if strange:
-        return f"{strange[0]} was executed and is not in {plan} on rank {rank}: compare a run of it."
-    repeated = [action for action, count in times.items() if count > 1]
-    if repeated:
-        return f"{repeated[0]} was executed {times[repeated[0]]} times on rank {rank}: compare one step at a time."
-    missing = [action for action in expected if action not in times]
-    if missing:
-        named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
-        return (
-            f"Rank {rank} did not execute {named} of {plan} ({len(missing)} of its {len(expected)} actions): compare a "
-            "whole step of it, with all its microbatches and backwards."
-        )
-    for place, (wanted, done) in enumerate(zip(expected, executed, strict=True)):
-        if wanted != done:
-            return (
-                f"Rank {rank} executed {done} as number {place} where {plan} has {wanted}: compare a run in its "
-                "order. The first step of a schedule without a loss_fn takes a microbatch ahead, to see whether there "
-                "is a loss: trace a later one."
-            )
-    return None
-
-
 class _HasReport(Protocol):
-    """Something that foretells a step."""
+    """Something with the prediction of a step."""
 
     @property
     def report(self) -> Report: ...
@@ -73,7 +29,7 @@ class _HasReport(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """One number, foretold and seen."""
+    """One number, predicted and executed."""
 
     what: str
     predicted: float
@@ -105,10 +61,10 @@ class Comparison:
 
 
 def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) -> Comparison:
-    """Lay what was foretold over what happened.
+    """Compare the prediction of a step with its execution.
 
     `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
-    On the others all that was planned must have been executed, in the planned order.
+    On the others all planned actions must have been executed, in the planned order.
     Clocks of several machines may differ; on one they do not.
 
     >>> from pipecut.schedule import Costs, plan_for, simulate
@@ -119,35 +75,35 @@ def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) 
     report = plan if isinstance(plan, Report) else getattr(plan, "report", None)
     if not isinstance(report, Report):
         raise PlanError(
-            f"compare() takes what foretells a step, and got a {type(plan).__name__}: give the result of "
+            f"compare() takes the prediction of a step, and got a {type(plan).__name__}: give the result of "
             "pipecut.plan(), or that of simulate(plan, costs)."
         )
     timelines = [executed] if isinstance(executed, Timeline) else list(executed or ())
-    timed = {span.action.op for span in report.timeline}  # the sums of ties too, if they were foretold
+    timed = {span.action.op for span in report.timeline}  # the sums of ties too, if they were predicted
     seen = [span for timeline in timelines for span in timeline if span.action.is_compute or span.action.op in timed]
     if not seen:
         raise PlanError("There is nothing to compare: switch tracing on (schedule.tracing = True) before the step.")
     _check_executed(report, seen)
     present = sorted({span.rank for span in seen})
-    foretold = [span for span in report.timeline if span.rank in present]
+    predicted = [span for span in report.timeline if span.rank in present]
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
     return Comparison(
-        kinds=tuple(_kinds(foretold, seen)),
-        ranks=tuple(Line(f"rank {rank}", _length(_of(rank, foretold)), _length(_of(rank, seen))) for rank in present),
-        step=Line("step", _length(foretold), _length(seen)),
+        kinds=tuple(_kinds(predicted, seen)),
+        ranks=tuple(Line(f"rank {rank}", _length(_of(rank, predicted)), _length(_of(rank, seen))) for rank in present),
+        step=Line("step", _length(predicted), _length(seen)),
         unit=unit,
     )
 
 
-def _kinds(foretold: list[Span], seen: list[Span]) -> Iterable[Line]:
-    for op in dict.fromkeys(span.action.op for span in foretold):
-        both = [_times_of(op, spans) for spans in (foretold, seen)]
+def _kinds(predicted: list[Span], seen: list[Span]) -> Iterable[Line]:
+    for op in dict.fromkeys(span.action.op for span in predicted):
+        both = [_times_of(op, spans) for spans in (predicted, seen)]
         if all(both):
             yield Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
 
 
 def _times_of(op: Op, spans: list[Span]) -> list[float]:
-    """How long actions of a kind take; the sum of a tie begins when the last of its ranks has come."""
+    """Return the times of actions of a kind; the sum of a tie begins when the last of its ranks has come."""
     found = [span for span in spans if span.action.op is op]
     if op is not Op.REDUCE_TIES:
         return [span.end - span.start for span in found]
@@ -164,3 +120,43 @@ def _of(rank: int, spans: list[Span]) -> list[Span]:
 
 def _length(spans: list[Span]) -> float:
     return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def _check_executed(report: Report, seen: Iterable[Span]) -> None:
+    """Raise if a rank that computed did not run the actions of the plan in their order."""
+    rows: dict[int, list[Action]] = {}
+    for span in sorted((span for span in seen if span.action.is_compute), key=lambda each: each.start):
+        rows.setdefault(span.rank, []).append(span.action)
+    planned = report.timeline.by_rank
+    for rank, executed in sorted(rows.items()):
+        predicted = planned[rank] if rank < len(planned) else ()
+        # Sums of ties are compared where there are any; a timeline of computations alone is complete without them.
+        expected = [span.action for span in predicted if span.action.is_compute]
+        fault = _fault(rank, f"the plan '{report.plan.name}'", expected, executed)
+        if fault is not None:
+            raise PlanError(fault)
+
+
+def _fault(rank: int, plan: str, expected: list[Action], executed: list[Action]) -> str | None:
+    known, times = set(expected), Counter(executed)
+    strange = [action for action in executed if action not in known]
+    if strange:
+        return f"{strange[0]} was executed and is not in {plan} on rank {rank}: compare a run of it."
+    repeated = [action for action, count in times.items() if count > 1]
+    if repeated:
+        return f"{repeated[0]} was executed {times[repeated[0]]} times on rank {rank}: compare one step at a time."
+    missing = [action for action in expected if action not in times]
+    if missing:
+        named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
+        return (
+            f"Rank {rank} did not execute {named} of {plan} ({len(missing)} of its {len(expected)} actions): compare a "
+            "whole step of it, with all its microbatches and backwards."
+        )
+    for place, (wanted, done) in enumerate(zip(expected, executed, strict=True)):
+        if wanted != done:
+            return (
+                f"Rank {rank} executed {done} as number {place} where {plan} has {wanted}: compare a run in its "
+                "order. The first step of a schedule without a loss_fn takes a microbatch ahead, to see whether there "
+                "is a loss: trace a later one."
+            )
+    return None

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements of stages on ranks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
-        """Stage s on rank s mod ranks."""
+        """Put stage s on rank s mod ranks."""
         positive(ranks=ranks, chunks=chunks)
         return cls(tuple(range(ranks)) * chunks)
 
     @classmethod
     def v(cls, ranks: int, chunks: int = 2) -> Placement:
-        """Down the ranks and up again: with 2 chunks, the first and the last stage are on rank 0."""
+        """Go down the ranks and up again: with 2 chunks, the first and the last stage are on rank 0."""
         positive(ranks=ranks, chunks=chunks)
         down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
         return cls(sum((down if chunk % 2 == 0 else up for chunk in range(chunks)), ()))
 
     @classmethod
     def explicit(cls, rank_of: Mapping[int, int] | Sequence[int]) -> Placement:
-        """Any map of stages to ranks; stages and ranks are numbered from 0 without gaps."""
+        """Take any map of stages to ranks; stages and ranks are numbered from 0 without gaps."""
         numbers = [*rank_of, *rank_of.values()] if isinstance(rank_of, Mapping) else list(rank_of)
         wrong = [number for number in numbers if not isinstance(number, int) or isinstance(number, bool)]
         if wrong:
@@ -84,7 +84,7 @@ def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
 
 
 def first_missing(numbers: Collection[int]) -> int:
-    """The smallest whole number from 0 up that is not there: the next one, if there is no gap.
+    """Return the smallest whole number from 0 up that is not there: the next one, if there is no gap.
 
     >>> first_missing([0, 1, 5]), first_missing([2, 0, 1])
     (2, 3)
@@ -94,7 +94,7 @@ def first_missing(numbers: Collection[int]) -> int:
 
 
 def positive(**sizes: int) -> None:
-    """Refuse sizes that are not whole numbers from 1 up."""
+    """Raise unless the sizes are whole numbers from 1 up."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PlanError(f"{name}={size!r}: give a whole number of {name}, 1 or more.")

@@ -1,4 +1,4 @@
-"""What a simulated plan comes to: times, bubbles, memory, and why ranks wait."""
+"""The result of a simulation: times, bubbles, memory, and the reasons why ranks wait."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from .costs import Costs
 from .plan import Plan, collector_paused
 from .timeline import Span, Timeline
 
-# MERGED: What the simulator takes down, computation by computation, in an order in which they can run.
-
 
 class Wait(IntEnum):
-    """What a computation came to wait for last."""
+    """The last thing that a computation came to wait for."""
 
-    RANK = 0  # its rank, busy with what comes before it
+    RANK = 0  # its rank, busy with the computation before it
     FORWARD = 1  # an activation of another rank
     BACKWARD = 2  # a gradient of another rank
 
 
 @dataclass(frozen=True)
 class Record:
-    """The computations of a run, numbered as they were taken down; those of one rank in the order they ran.
+    """The computations of a run, numbered in an order in which they can run.
 
     Flat arrays, since a plan may have a million computations and most questions concern a few of these columns.
     """
@@ -40,7 +38,7 @@ class Record:
     waits: array[int] = field(default_factory=lambda: array("b"))  # a Wait
 
     def add(self, rank: int, action: Action, start: float, end: float, before: int, wait: int) -> None:
-        """Take down one computation."""
+        """Record one computation."""
         self.ranks.append(rank)
         self.actions.append(action)
         self.starts.append(start)
@@ -49,14 +47,11 @@ class Record:
         self.waits.append(wait)
 
     def by_rank(self, ranks: int) -> list[list[int]]:
-        """The numbers of each rank's computations, in order."""
+        """Return the numbers of each rank's computations, in order."""
         rows: list[list[int]] = [[] for _ in range(ranks)]
         for number, rank in enumerate(self.ranks):
             rows[rank].append(number)
         return rows
-
-
-# MERGED: What a rank waits for while it does nothing.
 
 
 class Idle(NamedTuple):
@@ -65,115 +60,18 @@ class Idle(NamedTuple):
     start: float  # before the rank's first computation
     forward: float  # an activation is not computed yet, or not sent
     backward: float  # a gradient is not computed yet, or not sent
-    transfer: float  # what the rank waits for is on the wire
+    transfer: float  # a message is on the wire
     end: float  # after the rank's last computation
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum."""
         return sum(self)
-
-
-def _idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
-    """The idle time of the rank that ran the computations with these numbers.
-
-    A rank that waits for several values waits for the one that comes last.
-    """
-    if not numbers:
-        return Idle(0.0, 0.0, 0.0, 0.0, end=makespan)
-    starts, ends = record.starts, record.ends
-    forward = backward = transfer = 0.0
-    free = starts[numbers[0]]
-    for number in numbers:
-        gap = starts[number] - free
-        free = ends[number]
-        if gap <= 0:
-            continue
-        wait, before = record.waits[number], record.before[number]
-        # What has kept the rank without a message is the sum of a tie: some gradient is not there yet.
-        wire = 0.0 if wait == Wait.RANK else min(gap, starts[number] - (ends[before] if before >= 0 else 0.0))
-        transfer += wire
-        if wait == Wait.FORWARD:
-            forward += gap - wire
-        else:
-            backward += gap - wire
-    return Idle(starts[numbers[0]], forward, backward, transfer, makespan - free)
-
-
-# MERGED: The longest chain of computations: what has to become quicker for the whole to become quicker.
-
-
-def _critical_path(record: Record) -> tuple[Span, ...]:
-    """From the first computation to the one that ends last, each let start by the end of the one before it.
-
-    Two that follow each other are on one rank, or a message goes from the rank of the first to that of the second; then
-    the second starts when that message arrives.
-    """
-    if not record.actions:
-        return ()
-    number = max(range(len(record.ends)), key=record.ends.__getitem__)
-    path = []
-    while number >= 0:
-        path.append(Span(record.ranks[number], record.actions[number], record.starts[number], record.ends[number]))
-        number = record.before[number]
-    return tuple(reversed(path))
-
-
-# MERGED: A report as a table for a person.
-
-
-_HEAD = ("rank", "busy", *Idle._fields, "peak memory")
-_NOISE = 1e-9  # of the makespan: less than that is the rounding of sums
-
-
-def _report_table(report: Report) -> str:
-    """Totals, then for each rank its busy time, its idle time by cause, and its peak memory."""
-    rows = [(str(rank), *_cells(report, rank)) for rank in range(len(report.busy))]
-    return "\n".join([*_totals(report), *_aligned([_HEAD, *rows, ("mean", *_means(report))])])
-
-
-def _totals(report: Report) -> list[str]:
-    plan, path = report.plan, report.critical_path
-    sizes = f"{len(plan.actions)} ranks, {plan.stages} stages, {plan.microbatches} microbatches"
-    rates = f"{report.bubble_rate:.2%} by each rank's own span, {report.bubble_rate_makespan:.2%} by the makespan"
-    lines = [f"{plan.name}: {sizes}", f"makespan {report.makespan:.6g}", f"bubble rate {rates}"]
-    if path:
-        ends = f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
-        lines.append(f"critical path of {len(path)} computations, {ends}")
-    return lines
-
-
-def _cells(report: Report, rank: int) -> list[str]:
-    times = [_text(time, report.makespan) for time in (report.busy[rank], *report.idle[rank])]
-    return [*times, f"{report.peak_memory[rank]:.6g}"]
-
-
-def _means(report: Report) -> list[str]:
-    columns = [report.busy, *zip(*report.idle, strict=True)]
-    means = [_text(sum(column) / len(column), report.makespan) for column in columns]
-    return [*means, f"{sum(report.peak_memory) / len(report.peak_memory):.6g}"]
-
-
-def _text(time: float, makespan: float) -> str:
-    return f"{time:.6g}" if abs(time) > _NOISE * makespan else "0"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under each other, the numbers to the right; idle time stands between two bars."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(f"{cells[0]} │ {cells[1]} │ {'  '.join(cells[2:-1])} │ {cells[-1]}")
-    idle = len("  ".join("-" * width for width in widths[2:-1]))
-    title = "idle by cause".center(idle)
-    lines.insert(0, f"{' ' * widths[0]} │ {' ' * widths[1]} │ {title} │".rstrip())
-    return lines
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `simulate`; everything is worked out when it is first asked for. Print it for a table.
+    """The result of `simulate`; everything is computed on first use. Print it for a table.
 
     The timeline has the computations, and the sums of ties if they take time: transfers, sharding and other reductions
     take no time of a rank.
@@ -194,12 +92,12 @@ class Report:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last computation ends; the first starts at 0."""
+        """The end of the last computation; the first starts at 0."""
         return max(self.record.ends, default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes, or sums what it shares with others."""
+        """The time that each rank computes, or sums tied gradients."""
         starts, ends = self.record.starts, self.record.ends
         return tuple(sum(ends[number] - starts[number] for number in row) for row in self._numbers)
 
@@ -237,7 +135,7 @@ class Report:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The longest chain of computations, each let start by the end of the one before it, or by its message."""
+        """The longest chain of computations, each started by the end of the one before it, or by its message."""
         return _critical_path(self.record)
 
     @cached_property
@@ -255,3 +153,94 @@ class Report:
 
     def _idle_part(self, span: float) -> float:
         return max(0.0, 1 - sum(self.busy) / len(self.busy) / span) if span > 0 else 0.0
+
+
+def _idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
+    """Return the idle time of the rank that ran the computations with these numbers.
+
+    A rank that waits for several values waits for the one that comes last.
+    """
+    if not numbers:
+        return Idle(0.0, 0.0, 0.0, 0.0, end=makespan)
+    starts, ends = record.starts, record.ends
+    forward = backward = transfer = 0.0
+    free = starts[numbers[0]]
+    for number in numbers:
+        gap = starts[number] - free
+        free = ends[number]
+        if gap <= 0:
+            continue
+        wait, before = record.waits[number], record.before[number]
+        # A rank that waits without a message waits in the sum of a tie: some gradient is not there yet.
+        wire = 0.0 if wait == Wait.RANK else min(gap, starts[number] - (ends[before] if before >= 0 else 0.0))
+        transfer += wire
+        if wait == Wait.FORWARD:
+            forward += gap - wire
+        else:
+            backward += gap - wire
+    return Idle(starts[numbers[0]], forward, backward, transfer, makespan - free)
+
+
+def _critical_path(record: Record) -> tuple[Span, ...]:
+    """Return the chain from the first computation to the one that ends last, each started by the end of the one before.
+
+    Two that follow each other are on one rank, or a message goes from the rank of the first to that of the second; then
+    the second starts when that message arrives.
+    """
+    if not record.actions:
+        return ()
+    number = max(range(len(record.ends)), key=record.ends.__getitem__)
+    path = []
+    while number >= 0:
+        path.append(Span(record.ranks[number], record.actions[number], record.starts[number], record.ends[number]))
+        number = record.before[number]
+    return tuple(reversed(path))
+
+
+_HEAD = ("rank", "busy", *Idle._fields, "peak memory")
+_NOISE = 1e-9  # of the makespan: less than that is the rounding of sums
+
+
+def _report_table(report: Report) -> str:
+    """Return totals, then for each rank its busy time, its idle time by cause, and its peak memory."""
+    rows = [(str(rank), *_cells(report, rank)) for rank in range(len(report.busy))]
+    return "\n".join([*_totals(report), *_aligned([_HEAD, *rows, ("mean", *_means(report))])])
+
+
+def _totals(report: Report) -> list[str]:
+    plan, path = report.plan, report.critical_path
+    sizes = f"{len(plan.actions)} ranks, {plan.stages} stages, {plan.microbatches} microbatches"
+    rates = f"{report.bubble_rate:.2%} by each rank's own span, {report.bubble_rate_makespan:.2%} by the makespan"
+    lines = [f"{plan.name}: {sizes}", f"makespan {report.makespan:.6g}", f"bubble rate {rates}"]
+    if path:
+        ends = f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
+        lines.append(f"critical path of {len(path)} computations, {ends}")
+    return lines
+
+
+def _cells(report: Report, rank: int) -> list[str]:
+    times = [_text(time, report.makespan) for time in (report.busy[rank], *report.idle[rank])]
+    return [*times, f"{report.peak_memory[rank]:.6g}"]
+
+
+def _means(report: Report) -> list[str]:
+    columns = [report.busy, *zip(*report.idle, strict=True)]
+    means = [_text(sum(column) / len(column), report.makespan) for column in columns]
+    return [*means, f"{sum(report.peak_memory) / len(report.peak_memory):.6g}"]
+
+
+def _text(time: float, makespan: float) -> str:
+    return f"{time:.6g}" if abs(time) > _NOISE * makespan else "0"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns, the numbers to the right; idle time stands between two bars."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"{cells[0]} │ {cells[1]} │ {'  '.join(cells[2:-1])} │ {cells[-1]}")
+    idle = len("  ".join("-" * width for width in widths[2:-1]))
+    title = "idle by cause".center(idle)
+    lines.insert(0, f"{' ' * widths[0]} │ {' ' * widths[1]} │ {title} │".rstrip())
+    return lines

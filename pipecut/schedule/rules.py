@@ -1,8 +1,8 @@
-"""What must have happened before an action: the single truth about dependencies.
+"""Dependencies between actions: the only place that knows them.
 
 A forward needs the activations of the stages that feed it. An input gradient (I, or a full backward B) needs its own
 forward and the gradients of the stages that it feeds. A weight gradient needs the input gradient of its stage. A send
-needs the value that it sends, a receive its send. Everything that orders actions asks here.
+needs its value, a receive its send. Everything that orders actions asks here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import PlanError
 from .action import Action, Op, transfer
 from .placement import Placement
 
-# What an action leaves behind, under one name for both ways to get there: B gives what I and W give.
+# The results of an action, under one name for both ways to get there: B gives the results of I and W.
 GIVES: dict[Op, tuple[Op, ...]] = {
     Op.FORWARD: (Op.FORWARD,),
     Op.BACKWARD_INPUT: (Op.BACKWARD_INPUT,),
@@ -26,7 +26,7 @@ GIVES: dict[Op, tuple[Op, ...]] = {
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Which stages use what of which others.
+    """The values that stages use of each other.
 
     >>> flow = Dataflow.chain(4, skips=[(0, 3)])
     >>> flow.makers[3], flow.users[0]
@@ -64,12 +64,12 @@ class Dataflow:
         root_inputs: Iterable[int] = (),
         ties: Iterable[Iterable[int]] = (),
     ) -> Dataflow:
-        """Every stage feeds the next; `skips` are (maker, user) pairs besides that."""
+        """Let every stage feed the next; `skips` are (maker, user) pairs besides that."""
         edges = frozenset({(stage, stage + 1) for stage in range(stages - 1)} | set(skips))
         return cls(stages, edges, edges, frozenset(root_inputs), tuple(map(frozenset, ties)))
 
     def has_tie(self, number: int | None, stage: int) -> bool:
-        """Whether there is a tie of that number, and the stage holds its parameter."""
+        """Return True if there is a tie of that number, and the stage holds its parameter."""
         return number is not None and 0 <= number < len(self.ties) and stage in self.ties[number]
 
     @cached_property
@@ -99,7 +99,7 @@ class Dataflow:
         return tuple(map(tuple, groups))
 
     def needs(self, op: Op, stage: int) -> tuple[tuple[Op, int], ...]:
-        """The computations, as (what they give, stage), that must be done for the same microbatch before this one."""
+        """Return the computations, as (result, stage), that must be done for the same microbatch before this one."""
         if op is Op.FORWARD:
             return tuple((Op.FORWARD, maker) for maker in self.makers[stage])
         if op is Op.BACKWARD_WEIGHT:
@@ -107,7 +107,7 @@ class Dataflow:
         return ((Op.FORWARD, stage), *((Op.BACKWARD_INPUT, giver) for giver in self.gradient_givers[stage]))
 
     def messages(self, op: Op, stage: int, placement: Placement) -> tuple[tuple[Op, int], ...]:
-        """What goes to other ranks once the computation is done: (SEND_F or SEND_B, the stage it goes to)."""
+        """Return the messages to other ranks after a computation: (SEND_F or SEND_B, the receiving stage)."""
         here = placement.rank_of[stage]
         if op is Op.FORWARD:
             users = set(self.users[stage]) | (self.root_inputs if stage == 0 else set())
@@ -118,7 +118,7 @@ class Dataflow:
         return tuple((Op.SEND_B, taker) for taker in takers if placement.rank_of[taker] != here)
 
     def receives(self, op: Op, stage: int, placement: Placement) -> tuple[tuple[Op, int], ...]:
-        """What comes from other ranks before the computation: (RECV_F or RECV_B, the stage it comes from)."""
+        """Return the messages from other ranks before a computation: (RECV_F or RECV_B, the sending stage)."""
         here = placement.rank_of[stage]
         if op is Op.FORWARD:
             makers = set(self.makers[stage]) | ({0} if stage in self.root_inputs else set())
@@ -129,7 +129,7 @@ class Dataflow:
 
 
 def dependencies(action: Action, dataflow: Dataflow, placement: Placement | None = None) -> tuple[Action, ...]:
-    """The actions that must be done before this one. With a placement, what comes from other ranks comes by receives.
+    """Return the actions that must be done before this one. With a placement, values of other ranks come by receives.
 
     A backward that is needed is named I; a full backward B counts as it.
 

@@ -1,4 +1,4 @@
-"""When every computation of a plan starts and ends, if each takes what it costs.
+"""Simulation of a plan: the start and the end of every computation, if each takes the time that it costs.
 
 A rank runs its actions in order. A computation starts when its rank is free and the values of other ranks have arrived.
 A message leaves at the end of the computation that makes it or, in a plan with transfers, at the turn of its send, and
@@ -20,61 +20,13 @@ from .report import Record, Report, Wait
 from .rules import GIVES
 from .walk import Walk
 
-# MERGED: The messages between the ranks of a plan, numbered, and how long each travels.
-
-
 _SEND_OF = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 _WAIT_FOR = {Op.RECV_F: Wait.FORWARD, Op.RECV_B: Wait.BACKWARD}
 
 
-class _Message(NamedTuple):
-    """One kind of message: its number for microbatch 0, the others follow it; and how long each of them travels."""
-
-    number: int
-    travel: float
-
-
-class _Messages:
-    """All messages of a plan, whether it has its transfers or not; `backward` says whether gradients go back."""
-
-    def __init__(self, plan: Plan, costs: Costs, *, backward: bool) -> None:
-        self.plan = plan
-        self.by_ends: dict[tuple[Op, int, int], _Message] = {}  # (SEND_F or SEND_B, source stage, target stage)
-        for stage in range(plan.stages):
-            for op in (Op.FORWARD, Op.BACKWARD_INPUT) if backward else (Op.FORWARD,):
-                for send, other in plan.dataflow.messages(op, stage, plan.placement):
-                    travel = costs.message_time(plan.placement, send, stage, other)
-                    self.by_ends[send, stage, other] = _Message(len(self), travel)
-
-    def __len__(self) -> int:
-        return len(self.by_ends) * self.plan.microbatches
-
-    @property
-    def inputs(self) -> list[_Message]:
-        """Those that carry nothing but an input of the model: there from the start, made by no computation."""
-        return [message for ends, message in self.by_ends.items() if self._is_input(*ends)]
-
-    def needed(self, op: Op, stage: int) -> tuple[tuple[int, Wait], ...]:
-        """What a computation waits for: the number of each message, and what kind of wait that is."""
-        received = self.plan.dataflow.receives(op, stage, self.plan.placement)
-        return tuple(
-            (self.by_ends[_SEND_OF[receive], other, stage].number, _WAIT_FOR[receive]) for receive, other in received
-        )
-
-    def made(self, op: Op, stage: int) -> tuple[_Message, ...]:
-        """What leaves as soon as a computation has ended: nothing, if the plan has sends of its own."""
-        if self.plan.has_transfers:
-            return ()
-        sent = self.plan.dataflow.messages(op, stage, self.plan.placement)
-        return tuple(self.by_ends[send, stage, other] for send, other in sent if not self._is_input(send, stage, other))
-
-    def _is_input(self, send: Op, stage: int, other: int) -> bool:
-        return send is Op.SEND_F and (stage, other) not in self.plan.dataflow.activations
-
-
 @collector_paused
 def simulate(plan: Plan, costs: Costs | None = None) -> Report:
-    """Run a plan on paper. Without costs F, I and W take 1 each for a rank's stages together, and messages nothing.
+    """Simulate a plan. Without costs F, I and W take 1 each for a rank's stages together, and messages nothing.
 
     >>> plan = Plan.from_actions({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})
     >>> report = simulate(plan, Costs(forward=2, backward_input=2, backward_weight=1, transfer=0.5))
@@ -106,7 +58,7 @@ class _Work(NamedTuple):
 class _Clock:
     """The time on every rank, and when each message arrives.
 
-    What a computation needs of its own rank is there once the rank is free, so only messages are looked up.
+    The values of its own rank are there once the rank is free, so that only messages are looked up.
     """
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
@@ -131,12 +83,12 @@ class _Clock:
         self.handlers: dict[Op, Callable[[int, Action], None]] = dict.fromkeys(Op, _takes_no_time)
         self.handlers |= dict.fromkeys((*GIVES, Op.OVERLAP_F_B), self._compute)
         self.handlers |= dict.fromkeys(SENDS, self._send)
-        self.handlers[Op.REDUCE_TIES] = self._meet
+        self.handlers[Op.REDUCE_TIES] = self._sum_tie
         self.tie_times = [costs.tie_time(plan, number) for number in range(len(plan.dataflow.ties))]
         self.summed: set[int] = set()
 
     def _compute(self, rank: int, action: Action) -> None:
-        """A computation; the parts of an overlap run one after the other, and what they make leaves at its end."""
+        """Run a computation; the parts of an overlap run one after the other, and their messages leave at its end."""
         start, before, wait = self.free[rank], self.last[rank], Wait.RANK
         end, number = 0.0, len(self.record.actions)
         leaves = action.parts or (action,)
@@ -161,8 +113,8 @@ class _Clock:
         self.arrivals[message] = self.free[rank] + travel
         self.makers[message] = self.last[rank]
 
-    def _meet(self, rank: int, action: Action) -> None:
-        """The sum of a tie: no rank of it goes on before the last has come; that all are there is the walk's doing."""
+    def _sum_tie(self, rank: int, action: Action) -> None:
+        """Sum a tie: no rank of it goes on before the last has come; the walk brings all of them here."""
         tie = action.microbatch or 0
         if tie not in self.summed:
             self.summed.add(tie)
@@ -178,4 +130,49 @@ class _Clock:
 
 
 def _takes_no_time(rank: int, action: Action) -> None:
-    """Receives, and the sharding and reduction of parameters."""
+    """Do nothing: for receives, and the sharding and reduction of parameters."""
+
+
+class _Message(NamedTuple):
+    """One kind of message: its number for microbatch 0, which those of the others follow, and its travel time."""
+
+    number: int
+    travel: float
+
+
+class _Messages:
+    """All messages of a plan, with or without transfers of its own; `backward`: gradients go back."""
+
+    def __init__(self, plan: Plan, costs: Costs, *, backward: bool) -> None:
+        self.plan = plan
+        self.by_ends: dict[tuple[Op, int, int], _Message] = {}  # (SEND_F or SEND_B, source stage, target stage)
+        for stage in range(plan.stages):
+            for op in (Op.FORWARD, Op.BACKWARD_INPUT) if backward else (Op.FORWARD,):
+                for send, other in plan.dataflow.messages(op, stage, plan.placement):
+                    travel = costs.message_time(plan.placement, send, stage, other)
+                    self.by_ends[send, stage, other] = _Message(len(self), travel)
+
+    def __len__(self) -> int:
+        return len(self.by_ends) * self.plan.microbatches
+
+    @property
+    def inputs(self) -> list[_Message]:
+        """The messages that carry only an input of the model: there from the start, made by no computation."""
+        return [message for ends, message in self.by_ends.items() if self._is_input(*ends)]
+
+    def needed(self, op: Op, stage: int) -> tuple[tuple[int, Wait], ...]:
+        """Return the messages that a computation waits for: number and kind of wait."""
+        received = self.plan.dataflow.receives(op, stage, self.plan.placement)
+        return tuple(
+            (self.by_ends[_SEND_OF[receive], other, stage].number, _WAIT_FOR[receive]) for receive, other in received
+        )
+
+    def made(self, op: Op, stage: int) -> tuple[_Message, ...]:
+        """Return the messages that leave at the end of a computation: none if the plan has sends of its own."""
+        if self.plan.has_transfers:
+            return ()
+        sent = self.plan.dataflow.messages(op, stage, self.plan.placement)
+        return tuple(self.by_ends[send, stage, other] for send, other in sent if not self._is_input(send, stage, other))
+
+    def _is_input(self, send: Op, stage: int, other: int) -> bool:
+        return send is Op.SEND_F and (stage, other) not in self.plan.dataflow.activations

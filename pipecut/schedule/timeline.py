@@ -1,4 +1,4 @@
-"""What happened when: simulated or executed, in one form."""
+"""Timelines: the start and the end of actions, simulated or executed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first span starts."""
+        """The start of the first span."""
         return min((span.start for span in self.spans), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last span ends."""
+        """The end of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
     def __iter__(self) -> Iterator[Span]:

@@ -43,7 +43,7 @@ def test_nothing_was_traced(nothing: Any) -> None:
 
 
 def test_something_that_foretells_nothing() -> None:
-    with pytest.raises(PlanError, match=r"takes what foretells a step, and got a Plan: give the result of pipecut"):
+    with pytest.raises(PlanError, match=r"takes the prediction of a step, and got a Plan: give the result of pipecut"):
         compare(REPORT.plan, REPORT.timeline)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Rows that were found, how they were found, and which of two is better."""
+"""Candidates of a search: checked rows with their times, the fixed schedules among them, and the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECTIVES = ("span", "makespan")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do a problem, made by `checked_candidate`."""
+    """One solution of a problem, made by `checked_candidate`."""
 
     name: str
     problem: Problem
@@ -26,14 +26,14 @@ class Candidate:
     timing: Timing
 
     def merit(self, objective: str) -> _Merit:
-        """The less the better: the time that is asked for, then the other one."""
+        """Return the time of the objective, then the other one: less is better."""
         return merit(self.timing, objective)
 
 
 def checked_candidate(name: str, clock: Clock, rows: Sequence[Row]) -> Candidate | None:
-    """The candidate of these rows; None if passes are missing or a rank would hold more than its limit.
+    """Return the candidate of these rows; None if passes are missing or a rank would hold more than its limit.
 
-    Whatever makes rows, they become a candidate here and nowhere else, so that none can be chosen that does not fit.
+    Rows become candidates here and nowhere else, so that none can be chosen that does not fit.
     """
     problem = clock.problem
     if not problem.has_all_passes(rows) or not all(clock.fits(rank, row) for rank, row in enumerate(rows)):
@@ -44,21 +44,18 @@ def checked_candidate(name: str, clock: Clock, rows: Sequence[Row]) -> Candidate
 
 
 def merit(timing: Timing, objective: str) -> _Merit:
-    """The time that is asked for, then the other one; rounded, so that sums in another order compare equal."""
+    """Return the time of the objective, then the other one; rounded, so that sums in another order compare equal."""
     times = timing.span, timing.makespan
     first, second = times if objective == "span" else reversed(times)
     return float(f"{first:.12g}"), float(f"{second:.12g}")
 
 
-# MERGED: What a search for a plan comes to.
-
-
 @dataclass(frozen=True)
 class Tried:
-    """One way that was looked at: its time, if it fits, and why it was not taken."""
+    """One candidate in the table of a search: its time, if it fits, and why it was not taken."""
 
     name: str
-    placement: str  # "loop x 2": two chunks a rank
+    placement: str  # "loop x 2": two chunks per rank
     microbatches: int
     time: float | None
     why: str
@@ -70,11 +67,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The best plan that a search found, and how good it can be at all. Print it for time, lower bound and gap."""
+    """The best plan of a search, with a lower bound. Print it for time, lower bound and gap."""
 
     plan: Plan
     report: Report = field(repr=False)
-    time: float  # the longest span of a rank, or the makespan: what the search was asked to make small
+    time: float  # the objective: the longest span of a rank, or the makespan
     lower_bound: float  # no plan of any of the placements that were searched takes less
     objective: str
     tried: tuple[Tried, ...] = field(repr=False)
@@ -82,11 +79,11 @@ class FoundPlan:
 
     @property
     def gap(self) -> float:
-        """How far the time is above the lower bound, as a part of that."""
+        """The part of the lower bound by which the time is above it."""
         return max(0.0, self.time / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
 
     def table(self) -> str:
-        """What was looked at, the best first: a line each."""
+        """Return a line for each candidate, the best first."""
         head = f"{'schedule':<22} {'placement':<10} {'micro':>5} {self.objective:>12}  why not"
         return "\n".join([head, *map(str, self.tried)])
 
@@ -98,14 +95,11 @@ class FoundPlan:
         )
 
 
-# MERGED: The schedules that have a name, as candidates, and the simplest one.
-
-
 _ONE_AT_A_TIME = "one microbatch at a time"
 
 
 def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | str]]:
-    """The name of every fixed schedule with this placement, and its candidate or why it is out."""
+    """Yield the name of every fixed schedule with this placement, and its candidate or the reason why it is out."""
     problem = clock.problem
     for name, rows in _rows(problem):
         if isinstance(rows, str):
@@ -115,26 +109,26 @@ def fixed_candidates(clock: Clock) -> Iterator[tuple[str, Candidate | Excess | s
 
 
 def _rows(problem: Problem) -> Iterator[tuple[str, list[Row] | str]]:
-    """The rows of each schedule, or why it cannot be made for these sizes."""
+    """Yield the rows of each schedule, or the reason why it cannot be made for these sizes."""
     placement, microbatches = problem.placement, problem.microbatches
     chunks = placement.stages // placement.ranks
     # Those made for this number of chunks go first: of equals, the first is taken.
     for name, family in sorted(FAMILIES.items(), key=lambda each: each[1].chunks != chunks):
-        if family.any_chunks or family.chunks == chunks:
+        if family.training and (family.any_chunks or family.chunks == chunks):
             try:
                 plan = plan_for(name, ranks=placement.ranks, microbatches=microbatches, chunks=chunks)
             except PlanError as error:
                 yield name, str(error)
                 continue
-            if plan.placement == placement and plan.training:
+            if plan.placement == placement:
                 yield name, [problem.row_of(actions) for actions in plan.actions]
     yield _ONE_AT_A_TIME, [_one_at_a_time(problem, stages) for stages in placement.stages_of]
 
 
 def _one_at_a_time(problem: Problem, stages: tuple[int, ...]) -> Row:
-    """A microbatch after the other, with the least memory: what fits if anything does.
+    """Run a microbatch after the other, with the least memory: this fits if any order does.
 
-    A weight gradient that frees memory is made in one with the input gradient, so that what that takes is never held;
+    A weight gradient that frees memory is made in one with the input gradient, so that its memory is never held;
     one that takes memory comes when all else is done. No order needs less where no forward frees memory and no full
     backward takes any: a rank holds all forwards of a microbatch before its first backward, besides what the
     microbatches before have left.

@@ -1,8 +1,8 @@
-"""A plan made in the order of time: a rank that is free takes the best of what it can do, by a few rules.
+"""Greedy scheduling in the order of time: a rank that is free takes the best pass that it can run, by a few rules.
 
 A rank never holds more than its limit, and the memory that its oldest microbatch still needs is kept free for it. So
 that microbatch can go on, on every rank, and the ranks do not block each other; except by weight gradients that take
-memory, and by memory that is never freed. What is blocked leaves the rows without some of their passes.
+memory, and by memory that is never freed. The rows then lack the passes that are blocked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Rules:
-    """What a rank does if it has a choice."""
+    """The choice of a rank among the passes that it can run."""
 
     depth: tuple[float, ...]  # by stage: forwards go first while fewer than these are in flight
     delay: tuple[int, ...]  # by rank: how many weight gradients may wait
@@ -31,11 +31,11 @@ class Rules:
     patience: float = 0.0  # the part of a weight gradient by which it may keep what comes next waiting
     deep_forwards: bool = True  # the forwards of later stages go first
     deep_inputs: bool = True  # the input gradients of later stages go first
-    joined: bool = False  # every backward in one
+    joined: bool = False  # every backward is a full one
 
 
 def _reserves(problem: Problem) -> list[list[float]]:
-    """By rank, and by how many forwards of a microbatch are done there: what the rest of it needs at least.
+    """Return, by rank and number of forwards of a microbatch done there, the least memory that the rest of it needs.
 
     That is with full backwards, which every backward can be if there is no room between its halves.
     """
@@ -56,7 +56,7 @@ def _reserves(problem: Problem) -> list[list[float]]:
 
 
 def _greedy_rows(problem: Problem, rules: Rules) -> tuple[Row, ...]:
-    """The rows that the rules lead to; passes are missing where the limits block them."""
+    """Return the rows that the rules lead to; passes are missing where the limits block them."""
     return _GreedyScheduler(problem, rules).run()
 
 
@@ -113,7 +113,7 @@ class _GreedyScheduler:
             self._run(rank, kind, stage, done[stage], now)
 
     def _choice(self, rank: int, now: float) -> tuple[int, int]:
-        """The kind and the stage of what a rank does now. A weight gradient is the one that waits longest."""
+        """Choose the kind and the stage of the next pass; a weight gradient is the one that waits longest."""
         forward, later_forward = self._next_forward(rank, now)
         gradient, later_gradient = self._next_input(rank, now)
         rules, held = self.rules, self.held[rank]
@@ -129,7 +129,7 @@ class _GreedyScheduler:
         if gradient >= 0 and not waiting and self._holds(rank, FULL, gradient):
             return FULL, gradient
         if waiting and (gradient >= 0 or (wanted and self._fits(rank, forward, held + self.freeable[rank]))):
-            return WEIGHT, -1  # what could run needs its memory
+            return WEIGHT, -1  # another pass needs the memory that it frees
         if fits and rules.beyond:
             return FORWARD, forward
         if waiting:
@@ -140,7 +140,7 @@ class _GreedyScheduler:
         return NOTHING, -1
 
     def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
-        """The stage of the forward to take now, or -1; and when the next one is known to arrive."""
+        """Return the stage of the forward to run now, or -1; and the time at which the next one is known to arrive."""
         found, soon = -1, NEVER
         for stage in self.forward_order[rank]:
             done, arrivals = self.forwards_done[stage], self.forwards[stage]
@@ -166,7 +166,7 @@ class _GreedyScheduler:
         return self.in_flight[stage] < self.rules.depth[stage] and self._fits(rank, stage, self.held[rank])
 
     def _fits(self, rank: int, stage: int, held: float) -> bool:
-        """Whether a forward leaves enough for the rank's oldest microbatch."""
+        """Return True if a forward leaves enough for the rank's oldest microbatch."""
         stages = self.stages_of[rank]
         oldest = self.inputs_done[stages[0]]
         done = 0
@@ -174,19 +174,19 @@ class _GreedyScheduler:
             if self.forwards_done[each] <= oldest:
                 break
             done += 1
-        if self.forwards_done[stage] == oldest:  # it is the oldest one's own: what was kept free is for this
+        if self.forwards_done[stage] == oldest:  # it is the oldest one's own: the reserve is for this
             return held + self.reserve[rank][done] <= self.limits[rank]
         return held + self.problem.growth[FORWARD][stage] + self.reserve[rank][done] <= self.limits[rank]
 
     def _ready_weights(self, rank: int) -> int:
-        """How many weight gradients wait and could run now."""
+        """Count the weight gradients that wait and could run now."""
         waiting, done = self.waiting[rank], self.weights_done[rank]
         if done == len(waiting) or not self._holds(rank, WEIGHT, waiting[done][0]):
             return 0
         return len(waiting) - done
 
     def _holds(self, rank: int, kind: int, stage: int) -> bool:
-        """Whether a pass can run within the limit: what frees memory always can."""
+        """Return True if a pass can run within the limit: one that frees memory always can."""
         growth = self.problem.growth[kind][stage]
         return growth <= 0 or self.held[rank] + growth <= self.limits[rank]
 
@@ -216,25 +216,24 @@ class _GreedyScheduler:
                 self.freeable[rank] += problem.growth[WEIGHT][stage]
 
 
-# MERGED: Which rules are tried: a grid of them, the most promising first, and then small changes of the best.
-
-
-# How many microbatches are in flight at a stage: so many times those that fill its way to the last stage and back,
-# and some more. (1, 0) is that of 1F1B, (2, -1) that of ZB-H2.
+# Microbatches in flight at a stage: so many times those that fill its way to the last stage and back, and some more.
+# (1, 0) is that of 1F1B, (2, -1) that of ZB-H2.
 _DEPTHS = ((1.0, 0), (2.0, -1), (2.0, 0), (0.75, 1), (1.5, 0), (1.25, 0), (1.0, 1), (3.0, 0), (0.5, 1), (1e9, 0))
 _UNLIMITED = 1 << 30
 _LEAST = 6  # rules that are tried whatever the budget
 
 
-def greedy_candidates(clock: Clock, objective: str, bound: float, budget: Budget, part: float) -> list[tuple[Rules, Candidate]]:
-    """The candidates of the grid, the best first: as many as the budget allows, or until the bound is reached."""
+def greedy_candidates(
+    clock: Clock, objective: str, bound: float, budget: Budget, part: float
+) -> list[tuple[Rules, Candidate]]:
+    """Return the candidates of a grid of rules, the best first: as many as the budget allows, or until the bound."""
     problem = clock.problem
     count = max(_LEAST, budget.greedy_runs(problem.passes, part))
     found: list[tuple[Rules, Candidate]] = []
     for rules, _ in zip(_grid(problem), range(count), strict=False):
         if budget.is_over():
             break
-        made = checked_candidate("rules", clock, _greedy_rows(problem, rules))
+        made = checked_candidate("greedy", clock, _greedy_rows(problem, rules))
         if made is None:
             continue
         found.append((rules, made))
@@ -252,7 +251,7 @@ def tune_rules(
     part: float,
     random: Random,
 ) -> Candidate:
-    """The best that small changes of the rules lead to, one after the other."""
+    """Return the best candidate that small changes of the rules lead to, one after the other."""
     rules, best = start
     problem = clock.problem
     goal = bound * (1 + 1e-9)
@@ -260,7 +259,7 @@ def tune_rules(
         if budget.is_over() or best.merit(objective)[0] <= goal:
             break
         changed = _changed(rules, random)
-        made = checked_candidate("tuned rules", clock, _greedy_rows(problem, changed))
+        made = checked_candidate("greedy, tuned", clock, _greedy_rows(problem, changed))
         if made is not None and made.merit(objective) <= best.merit(objective):
             rules, best = changed, made
     return best
@@ -285,7 +284,7 @@ def _grid(problem: Problem) -> Iterator[Rules]:
 
 
 def _round_trips(problem: Problem) -> list[float]:
-    """By stage: how often a forward and an input gradient fit in the time until its own gradient is back."""
+    """Count, by stage, the pairs of forward and input gradient that fit in the time until its own gradient is back."""
     time, stages = problem.time, problem.stages
     one = [time[FORWARD][stage] + time[INPUT][stage] for stage in range(stages)]
     unit = max(sum(one) / stages, 1e-300)
@@ -304,7 +303,7 @@ def _joining_pays(problem: Problem) -> bool:
 
 
 def _changed(rules: Rules, random: Random) -> Rules:
-    """One number more or less, for one stage or for all up to it."""
+    """Change one number of the rules, for one stage or for all up to it."""
     depth, delay = list(rules.depth), list(rules.delay)
     where = random.randrange(len(depth))
     first = random.choice((where, 0, where, max(0, where - 1)))

@@ -1,4 +1,8 @@
-"""Single passes of a plan moved to other places in their rank's order, as long as that shortens it."""
+"""Local search: move single passes to other places in their rank's order while that shortens the plan.
+
+A change that makes the plan worse is kept if it is no worse than the plan was some changes before (late acceptance), so
+that the search can leave a local optimum.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from .candidate import Candidate, checked_candidate, merit
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Row
 from .timing import Budget, Clock, Place, Timing, critical_places
 
-_LATE = 30  # a change is kept if it is no worse than what there was so many changes before
-_AHEAD = 40  # how far back in a row a pass is looked for that could fill a gap
+_LATE = 30  # changes after which a plan must not be worse
+_AHEAD = 40  # passes of a row among which one is looked for that could fill a gap
 
 
-def moved(
+def local_search(
     clock: Clock, start: Candidate, objective: str, bound: float, budget: Budget, part: float, random: Random
 ) -> Candidate:
-    """The best of the plans that single moves lead to. The search may go through worse ones."""
+    """Return the best plan that single moves lead to."""
     return _LocalSearch(clock, start, objective, random).run(bound, budget, part)
 
 
@@ -53,7 +57,7 @@ class _LocalSearch:
             self.critical = None
             history[number % _LATE] = now
             if merit(timing, self.objective) < self.best.merit(self.objective):
-                made = checked_candidate("moved passes", self.clock, [list(each) for each in self.rows])
+                made = checked_candidate("local search", self.clock, [list(each) for each in self.rows])
                 self.best = made or self.best
         return self.best
 
@@ -61,7 +65,7 @@ class _LocalSearch:
         return self.clock.times(self.rows) if self.clock.fits(rank, self.rows[rank]) else None
 
     def _cost(self, timing: Timing) -> float:
-        """The time that counts and, with little weight, that of all ranks: many of them may be the longest."""
+        """Return the time that counts and, with little weight, that of all ranks: many of them may be the longest."""
         times = self._times(timing)
         return max(times) + 0.1 * sum(times) / len(times)
 
@@ -71,18 +75,16 @@ class _LocalSearch:
         return [end - start for start, end in zip(timing.starts, timing.ends, strict=True)]
 
     def _move(self, timing: Timing) -> tuple[int, int, int] | None:
-        """A rank, and the old and the new place of one of its passes: mostly on the longest chain."""
+        """Choose a rank, and the old and the new place of one of its passes: mostly on the critical path."""
         kind = self.random.random()
         if kind < 0.5:
-            return self._on_the_chain(timing)
+            return self._on_critical_path(timing)
         rank = self.random.randrange(len(self.rows))
-        move = (
-            self._gap_filled(rank) if kind < 0.8 else self._put_off(rank, self.random.randrange(len(self.rows[rank])))
-        )
+        move = self._fill_gap(rank) if kind < 0.8 else self._put_off(rank, self.random.randrange(len(self.rows[rank])))
         return move and (rank, *move)
 
-    def _on_the_chain(self, timing: Timing) -> tuple[int, int, int] | None:
-        """A pass that keeps the next one waiting is put off."""
+    def _on_critical_path(self, timing: Timing) -> tuple[int, int, int] | None:
+        """Put off a pass that keeps the next one waiting."""
         if self.critical is None:
             times = self._times(timing)
             self.critical = critical_places(self.clock, self.rows, self.starts, times.index(max(times)))
@@ -92,8 +94,8 @@ class _LocalSearch:
         move = self._put_off(rank, place - 1)
         return move and (rank, *move)
 
-    def _gap_filled(self, rank: int) -> tuple[int, int] | None:
-        """A later pass, and a gap before which it could run: (its place, its new place)."""
+    def _fill_gap(self, rank: int) -> tuple[int, int] | None:
+        """Choose a gap and a later pass that could run in it: (its place, its new place)."""
         row, starts, durations = self.rows[rank], self.starts, self.clock.durations
         slack = 1e-9 * durations[row[0]]
         gaps = [
@@ -114,7 +116,7 @@ class _LocalSearch:
         return (self.random.choice(options[:8]), place) if options else None
 
     def _put_off(self, rank: int, came: int) -> tuple[int, int] | None:
-        """A pass moved to a later place, often the next, no further than what needs it on this rank."""
+        """Move a pass to a later place, often the next, no further than the passes of this rank that need it."""
         row = self.rows[rank]
         number = row[came]
         far = came
@@ -127,7 +129,7 @@ class _LocalSearch:
         return came, came + 1 if self.random.random() < 0.4 else self.random.randint(came + 1, far)
 
     def _follows(self, number: int, others: set[int]) -> bool:
-        """Whether a pass has to come after one of the others, for the same stage and microbatch."""
+        """Return True if a pass has to come after one of the others, for the same stage and microbatch."""
         kind, rest = divmod(number, self.block)
         if kind == WEIGHT:
             return INPUT * self.block + rest in others

@@ -1,4 +1,4 @@
-"""What is to be scheduled, as plain lists: times, travel and memory by stage, limits by rank.
+"""The problem of a search as plain lists: times, travel and memory by stage, limits by rank.
 
 A pass is one number, (kind * stages + stage) * microbatches + microbatch, so that the search works on lists of whole
 numbers and makes actions only of the plan that it gives back.
@@ -19,15 +19,12 @@ from ..placement import Placement, positive
 from ..plan import Plan
 from ..rules import Dataflow
 
-# MERGED: Limits on what the ranks may hold: as the user gives them, and the least that can work.
-
-
 MemoryLimit = float | Sequence[float] | None
 _TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact
 
 
 def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
-    """One limit for each rank; without any, there is none, and inf is none for one rank.
+    """Return one limit for each rank; inf stands for none.
 
     >>> limits_of(3, ranks=2), limits_of([3, math.inf], ranks=2), limits_of(None, ranks=2)
     ((3.0, 3.0), (3.0, inf), (inf, inf))
@@ -44,13 +41,13 @@ def limits_of(memory_limit: MemoryLimit, ranks: int) -> tuple[float, ...]:
 
 
 def _ceiling(limit: float) -> float:
-    """What counts as within a limit."""
+    """Return the most that counts as within a limit."""
     return limit + _TOLERANCE * limit
 
 
 @dataclass(frozen=True)
 class Excess:
-    """A schedule that does not fit, and what each rank would hold."""
+    """A schedule that does not fit, with the memory that each rank would hold."""
 
     name: str
     limits: tuple[float, ...]
@@ -58,7 +55,7 @@ class Excess:
 
     @property
     def missing(self) -> float:
-        """By how much the worst rank is over its limit."""
+        """The excess of the worst rank."""
         return self._over[self.worst]
 
     @property
@@ -75,7 +72,7 @@ class Excess:
 
 
 def nothing_fits(every: Sequence[Excess]) -> PlanError:
-    """The error if none of the known schedules fits, nor one microbatch at a time, with the least that would do."""
+    """Return the error if no schedule fits, nor one microbatch at a time, with the least limit that would do."""
     least = min(every, key=lambda each: (each.missing, sum(each.peaks)))
     same = min(least.limits) == max(least.limits)
     # A rank without a limit keeps none.
@@ -95,7 +92,7 @@ def nothing_fits(every: Sequence[Excess]) -> PlanError:
 
 
 def _rounded_up(value: float) -> float:
-    """Six digits that are not less: a limit that is named must do.
+    """Round up to six digits: a limit that an error names must do.
 
     >>> _rounded_up(8589934592.0), _rounded_up(0.1 + 0.2)
     (8589940000.0, 0.3)
@@ -136,16 +133,16 @@ class Problem:
 
     @cached_property
     def passes(self) -> int:
-        """How many passes there are if every backward is in two."""
+        """The number of passes if every backward is in two."""
         return 3 * self.stages * self.microbatches
 
     @cached_property
     def ceilings(self) -> tuple[float, ...]:
-        """By rank: what counts as within its limit."""
+        """The most that counts as within the limit, by rank."""
         return tuple(map(_ceiling, self.limits))
 
     def has_all_passes(self, rows: Iterable[Row]) -> bool:
-        """Whether nothing is missing in rows without repetitions. A full backward stands for both halves."""
+        """Return True if nothing is missing in rows without repetitions. A full backward stands for both halves."""
         block = self.stages * self.microbatches
         return sum(2 if number >= FULL * block else 1 for row in rows for number in row) == self.passes
 
@@ -159,7 +156,7 @@ class Problem:
         return tuple(self.microbatches * sum(one[stage] for stage in held) for held in self.placement.stages_of)
 
     def row_of(self, actions: Iterable[Action | None]) -> Row:
-        """The numbers of a rank's actions; what overlaps stands one after the other."""
+        """Return the numbers of a rank's actions; the parts of an overlap one after the other."""
         number_of = {op: kind for kind, op in enumerate(KINDS)}
         return [
             (number_of[leaf.op] * self.stages + leaf.stage) * self.microbatches + (leaf.microbatch or 0)
@@ -169,7 +166,7 @@ class Problem:
         ]
 
     def plan_of(self, name: str, rows: Sequence[Sequence[int]]) -> Plan:
-        """The plan of numbered rows."""
+        """Return the plan of numbered rows."""
         made = [
             Action(stage, op, microbatch)
             for op in KINDS
@@ -181,10 +178,9 @@ class Problem:
 
 
 def problem_for(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> Problem:
-    """The problem of a placement, whose costs are looked up once."""
-    empty = Plan(
-        "auto", placement, microbatches, ((),) * placement.ranks, Dataflow.chain(placement.stages)
-    )  # only its stages count
+    """Return the problem of a placement, whose costs are looked up once."""
+    rows = ((),) * placement.ranks  # only the stages of the plan count
+    empty = Plan("auto", placement, microbatches, rows, Dataflow.chain(placement.stages))
     table = costs.table(empty)
     last = placement.stages - 1
     return Problem(
@@ -205,16 +201,13 @@ def _travel(placement: Placement, costs: Costs, send: Op, stage: int, other: int
     return costs.message_time(placement, send, stage, other)
 
 
-# MERGED: Which placements and numbers of microbatches are searched.
-
-
 _PLACEMENTS = ("loop", "v", "any")
-_CHUNKS = {"loop": (1, 2), "v": (2,)}  # that are tried if nothing is said
+_CHUNKS = {"loop": (1, 2), "v": (2,)}  # that are tried by default
 
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """A placement, a number of microbatches, and what one of them costs."""
+    """A placement, a number of microbatches, and the costs of one of them."""
 
     shape: str  # "loop" or "v"
     chunks: int
@@ -229,7 +222,7 @@ class Arrangement:
 def arrangements(
     ranks: int, microbatches: int | Sequence[int], costs: Costs, placement: str, chunks: int | None
 ) -> list[Arrangement]:
-    """All that are allowed, in the order in which they are tried."""
+    """Return all arrangements that are allowed, in the order in which they are tried."""
     positive(ranks=ranks)
     if placement not in _PLACEMENTS:
         raise PlanError(f"placement={placement!r}: give one of {', '.join(map(repr, _PLACEMENTS))}.")
@@ -252,7 +245,7 @@ def arrangements(
 
 
 def _chunks(ranks: int, costs: Costs, chunks: int | None) -> int | None:
-    """The number of chunks, if it is given, by itself or by costs that are given for each stage."""
+    """Return the number of chunks, if it is given, by itself or by costs that are given for each stage."""
     if chunks is not None:
         positive(chunks=chunks)
         return chunks
@@ -269,7 +262,7 @@ def _chunks(ranks: int, costs: Costs, chunks: int | None) -> int | None:
 
 
 def _scaled(costs: Costs, factor: float) -> Costs:
-    """The costs of a microbatch that is `factor` times as large; the latency of a Link stays."""
+    """Return the costs of a microbatch that is `factor` times as large; the latency of a Link stays."""
     if factor == 1:
         return costs
     changes: dict[str, object] = {}

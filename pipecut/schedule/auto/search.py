@@ -1,4 +1,4 @@
-"""The plan of least time within a memory limit: known schedules, then rules, then single moves."""
+"""Search the plan of least time within a memory limit: fixed schedules, then greedy scheduling, then local search."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
 from .greedy import Rules, greedy_candidates, tune_rules
 from .local_search import local_search
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, nothing_fits, problem_for
-from .weight_placement import placed_weights
 from .timing import Budget, Clock, lower_bound
+from .weight_placement import placed_weights
 
-_GRID, _TUNING, _MOVING = 0.3, 0.25, 0.45  # parts of the budget
+_GREEDY, _TUNING, _LOCAL = 0.3, 0.25, 0.45  # parts of the budget
 _FINALISTS = 2  # arrangements, and plans to start from, that are improved
 
 
@@ -33,7 +33,7 @@ def auto_schedule(
     objective: str = "span",
     verbose: bool = True,
 ) -> Plan:
-    """The plan that `search_schedule` finds. Prints its time, the lower bound and the gap, unless `verbose=False`.
+    """Return the plan that `search_schedule` finds; print its time, lower bound and gap unless `verbose=False`.
 
     >>> plan = auto_schedule(ranks=2, microbatches=4, memory_limit=2, placement="loop", chunks=1, time_budget=0.2)
     auto (ZB-H1): span 13, lower bound 12, gap 8.33%, bubble 7.69%, peak memory 2
@@ -70,13 +70,13 @@ def search_schedule(
     seed: int = 0,
     objective: str = "span",
 ) -> FoundPlan:
-    """The best plan found for these costs, with a report, a lower bound, and all that was tried.
+    """Search the best plan for these costs; the result has a report, a lower bound, and all candidates.
 
     `memory_limit` is in the unit of the costs' memory: a number for all ranks, or one for each, inf for none. No rank
     of the plan holds more, and no fixed schedule of the same placement that fits is better. `placement` is "loop", "v"
-    or "any" of them. `chunks` is the number of stages a rank: by default that of costs given for each stage, or else 1
-    and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if the batch is
-    cut into the first number of them, and scale with its size; the latency of a Link stays.
+    or "any" of them. `chunks` is the number of stages per rank: by default that of costs given for each stage,
+    otherwise 1 and 2. `microbatches` may be a list of allowed numbers: the costs are then those of one microbatch if
+    the batch is cut into the first number of them, and scale with its size; the latency of a Link stays.
 
     `objective="span"` makes the longest time from a rank's first pass to its last small: the time of a step, if ranks
     begin the next one without waiting for the others. `"makespan"` counts from the first start to the last end.
@@ -127,20 +127,22 @@ class _Search:
     def _add(self, arrangement: Arrangement, limits: tuple[float, ...]) -> None:
         try:
             problem = problem_for(arrangement.placement, arrangement.microbatches, arrangement.costs, limits)
-        except PlanError as error:  # raised if it is so for every arrangement, and told in the table otherwise
+        except PlanError as error:  # raised if it is so for every arrangement, reported in the table otherwise
             self.errors.append(error)
             self.out.append(Tried("all", str(arrangement), arrangement.microbatches, None, str(error)))
             return
         self.clocks[arrangement] = Clock(problem)
 
     def run(self, random: Random) -> Candidate:
-        """Refits of the fixed schedules, greedy_runs by rules, then improvements of the best."""
+        """Move the weight gradients of the fixed schedules, schedule greedily, then improve the best."""
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
         for arrangement in self.clocks:
-            self._place_weights_of(arrangement, [candidate for each, candidate in self.candidates if each == arrangement])
+            self._place_weights_of(
+                arrangement, [candidate for each, candidate in self.candidates if each == arrangement]
+            )
         for arrangement, clock in self.clocks.items():
             if not self._is_proven(arrangement):
-                bound, part = self.bounds[arrangement], _GRID / len(self.clocks)
+                bound, part = self.bounds[arrangement], _GREEDY / len(self.clocks)
                 rules[arrangement] = greedy_candidates(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
@@ -151,7 +153,7 @@ class _Search:
         return self._best()
 
     def _add_fixed(self) -> None:
-        """The fixed schedules of all arrangements; those of which none fits are left out."""
+        """Add the fixed schedules of all arrangements; arrangements that none fits are left out."""
         excesses = []
         for arrangement, clock in self.clocks.items():
             for name, found in fixed_candidates(clock):
@@ -172,11 +174,11 @@ class _Search:
             self.candidates += [(arrangement, candidate) for candidate in made]
 
     def _is_proven(self, arrangement: Arrangement) -> bool:
-        """Whether no plan of the arrangement can be better than what there is."""
+        """Return True if no plan of the arrangement can be better than the best candidate."""
         return self._best().merit(self.objective)[0] <= self.bounds[arrangement] * (1 + 1e-9)
 
     def _finalists(self) -> list[Arrangement]:
-        """The arrangements with the best candidates, where more can be hoped for."""
+        """Return the arrangements with the best candidates that are not proven optimal."""
         ranked = sorted(self.candidates, key=lambda each: each[1].merit(self.objective))
         return [each for each in dict.fromkeys(each for each, _ in ranked) if not self._is_proven(each)][:_FINALISTS]
 
@@ -190,7 +192,7 @@ class _Search:
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:_FINALISTS]:
-            made = moved(clock, first, objective, bound, budget, _MOVING * part / _FINALISTS, random)
+            made = local_search(clock, first, objective, bound, budget, _LOCAL * part / _FINALISTS, random)
             self.candidates.append((arrangement, made))
 
     def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -200,7 +202,7 @@ class _Search:
         return min((candidate for _, candidate in self.candidates), key=lambda each: each.merit(self.objective))
 
     def table(self, best: Candidate) -> tuple[Tried, ...]:
-        """What was looked at, the best first, then what does not fit."""
+        """Return all candidates, the best first, then those that do not fit."""
         least = best.merit(self.objective)[0]
         rows: dict[tuple[str, str, int], Tried] = {}
         for arrangement, candidate in sorted(self.candidates, key=lambda each: each[1].merit(self.objective)):

@@ -1,4 +1,4 @@
-"""When the ranks of numbered rows start and end, and what they hold: the simulator without its records."""
+"""Times and memory of numbered rows: the simulator without its records. A lower bound, and the budget of a search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timing(NamedTuple):
 
 
 class Clock:
-    """Times rows of one problem, again and again."""
+    """A clock for the rows of one problem, used again and again."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -35,8 +35,8 @@ class Clock:
         time, last = problem.time, problem.stages - 1
         self.durations = [one for kind in time for one in kind for _ in each]  # by the number of a pass
         self.growth = [one for kind in problem.growth for one in kind for _ in each]
-        # What a pass waits for, as a slot of `done`; and when what it makes can be used elsewhere. F fills its own
-        # number, I and B fill that of I. A W needs nothing but its rank, in an order that has it after its I.
+        # The value that a pass waits for, as an index of `done`, and the time until its own can be used elsewhere. F
+        # fills its own number, I and B fill that of I. A W needs nothing but its rank, in an order with it after its I.
         count = (last + 1) * problem.microbatches
         self.nothing = 2 * count
         self.needs: list[int] = []
@@ -46,8 +46,8 @@ class Clock:
             for stage in range(last + 1):
                 for microbatch in each:
                     self.needs.append(self._need(kind, stage, microbatch))
-                    slot = (INPUT if kind == FULL else kind) * count + stage * problem.microbatches + microbatch
-                    self.fills.append(self.nothing + 1 if kind == WEIGHT else slot)
+                    index = (INPUT if kind == FULL else kind) * count + stage * problem.microbatches + microbatch
+                    self.fills.append(self.nothing + 1 if kind == WEIGHT else index)
                     self.travels.append((problem.down, problem.up, problem.up, problem.up)[kind][stage])
 
     def _need(self, kind: int, stage: int, microbatch: int) -> int:
@@ -61,7 +61,7 @@ class Clock:
         return (problem.stages + stage + 1) * problem.microbatches + microbatch
 
     def times(self, rows: Sequence[Sequence[int]], starts_of: list[float] | None = None) -> Timing | None:
-        """The timing; None if the ranks wait for each other. `starts_of` takes the start of every pass, by number."""
+        """Return the timing; None if the ranks wait for each other. `starts_of` gets the start of every pass."""
         durations, needs, fills, travels = self.durations, self.needs, self.fills, self.travels
         done = [-1.0] * (self.nothing + 2)
         done[self.nothing] = 0.0
@@ -95,15 +95,15 @@ class Clock:
         return Timing(tuple(firsts), tuple(free))
 
     def peaks(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The most that each rank holds."""
+        """Return the most that each rank holds."""
         return [self.peak(row) for row in rows]
 
     def fits(self, rank: int, row: Sequence[int]) -> bool:
-        """Whether a rank keeps to its limit."""
+        """Return True if a rank keeps to its limit."""
         return self.peak(row) <= self.problem.ceilings[rank]
 
     def peak(self, row: Sequence[int]) -> float:
-        """The most that a rank holds: a pass adds at its start and frees at its end."""
+        """Return the most that a rank holds: a pass adds at its start and frees at its end."""
         growth = self.growth
         held = most = 0.0
         for number in row:
@@ -113,11 +113,8 @@ class Clock:
         return most
 
 
-# MERGED: What no plan can beat, whatever its order and its memory.
-
-
 def lower_bound(problem: Problem, objective: str) -> float:
-    """The least that the time of a plan can be: its longest span, or its makespan.
+    """Return a time that no plan can beat, whatever its order and its memory: its longest span, or its makespan.
 
     From the first pass of a rank r, a rank q below it cannot start before a microbatch has come there. q then has all
     its forwards and input gradients to do before the last gradient goes back to r, which ends with a weight gradient.
@@ -147,7 +144,7 @@ def lower_bound(problem: Problem, objective: str) -> float:
 
 
 def _chains(problem: Problem, inputs: list[float]) -> list[float]:
-    """By rank: one microbatch from its first stage's forward to that stage's input gradient, alone in the pipeline."""
+    """Time, by rank, one microbatch alone from its first stage's forward to that stage's input gradient."""
     chains = [0.0] * problem.ranks
     way = 0.0
     for stage in reversed(range(problem.stages)):
@@ -159,14 +156,11 @@ def _chains(problem: Problem, inputs: list[float]) -> list[float]:
     return chains
 
 
-# MERGED: Which passes of timed rows keep a rank from ending sooner.
-
-
 Place = tuple[int, int]  # rank and index in its row
 
 
 def critical_places(clock: Clock, rows: Sequence[Row], starts: Sequence[float], rank: int) -> list[Place]:
-    """The passes on the longest chain to the end of a rank that start when the pass before them in their row ends."""
+    """Return the passes on the critical path of a rank that start when the pass before them in their row ends."""
     where = {number: (each, place) for each, row in enumerate(rows) for place, number in enumerate(row)}
     found = []
     at: Place | None = (rank, len(rows[rank]) - 1)
@@ -183,33 +177,29 @@ def critical_places(clock: Clock, rows: Sequence[Row], starts: Sequence[float], 
 
 
 def _maker(clock: Clock, number: int, where: dict[int, Place]) -> Place | None:
-    """Where the pass is for whose message a pass waited; None for what was there from the start."""
-    slot = clock.needs[number]
-    if slot == clock.nothing:
+    """Return the place of the pass for whose message a pass waited; None for an input of the model."""
+    index = clock.needs[number]
+    if index == clock.nothing:
         return None
     block = (
         clock.nothing // 2
-    )  # slots of forwards, then of input gradients, numbered as F and I are; B fills those of I
-    return where[slot] if slot < block or slot in where else where[slot + 2 * block]
+    )  # indices of forwards, then of input gradients, numbered as F and I are; B fills those of I
+    return where[index] if index < block or index in where else where[index + 2 * block]
 
 
-# MERGED: How much searching is done: so many passes placed or timed, and never longer than the clock allows.
-# MERGED:
-# MERGED: The clock is that of the searching thread, so that other work on the machine changes nothing. The count
-# MERGED: follows from the
-# MERGED: time that is given and from a modest speed of a machine, so that on most machines it is the count that
-# MERGED: ends a search,
-# MERGED: and the result is the same every time.
-
-
-_PLACED_PER_SECOND = 200_000  # passes that are placed in a second by the rules
+_PLACED_PER_SECOND = 200_000  # passes that greedy scheduling places in a second
 _TIMED_PER_SECOND = 2_000_000  # passes of given rows that are timed in a second
 _COUNTED_PART = 0.4  # the part of the given time that the counts may take
 _CLOCKED_PART = 0.6  # the part after which nothing new is begun; the rest is for the proof and the report
 
 
 class Budget:
-    """What is left of a search."""
+    """The budget of a search: so many passes placed or timed, and never longer than the clock allows.
+
+    The clock is that of the searching thread, so that other work on the machine changes nothing. The count follows from
+    the given time and a modest speed of a machine, so that on most machines it is the count that ends a search, and the
+    result is the same every time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -217,14 +207,14 @@ class Budget:
         self.ended_by_clock = False
 
     def greedy_runs(self, passes: int, part: float) -> int:
-        """How many greedy_runs of so many passes may be made in a part of the budget."""
+        """Return the number of greedy runs of so many passes within a part of the budget."""
         return int(_COUNTED_PART * part * self.seconds * _PLACED_PER_SECOND / passes)
 
     def timings(self, passes: int, part: float) -> int:
-        """How many rows of so many passes may be timed in a part of the budget."""
+        """Return the number of timings of so many passes within a part of the budget."""
         return int(_COUNTED_PART * part * self.seconds * _TIMED_PER_SECOND / passes)
 
     def is_over(self) -> bool:
-        """Whether the clock ends the search."""
+        """Return True if the clock ends the search."""
         self.ended_by_clock = self.ended_by_clock or time.thread_time() > self.deadline
         return self.ended_by_clock

@@ -1,7 +1,7 @@
-"""The forwards and input gradients of a plan in their order, with the weight gradients put where they cost least.
+"""Place weight gradients where they cost least, with the forwards and input gradients of a plan in their order.
 
 A weight gradient waits until its rank has nothing else to do, too many of them wait, or the next pass needs the memory
-that it frees. With all of them done there may still be no room between the halves of a backward: then it is done in
+that it frees. With all of them done there may still be no room between the halves of a backward: then it is done as
 one. So a rank never holds more than its limit. Weight gradients that take memory can make that impossible in the given
 order; the rows then end where a rank cannot go on.
 """
@@ -21,14 +21,14 @@ from .timing import Budget, Clock
 
 @dataclass(frozen=True)
 class _WeightPolicy:
-    """When weight gradients run, by rank."""
+    """A policy for the time of weight gradients, by rank."""
 
     patience: tuple[float, ...]  # the part of one by which it may keep the next pass waiting
     delay: tuple[int, ...]  # how many may wait
 
 
 def _place_weights(clock: Clock, rows: Sequence[Row], policy: _WeightPolicy) -> tuple[Row, ...]:
-    """Rows of forwards and input gradients, with the weight gradients put in. Passes are missing if a rank is stuck."""
+    """Add the weight gradients to rows of forwards and input gradients. Passes are missing if a rank is stuck."""
     return _WeightPlacement(clock, rows, policy).run()
 
 
@@ -79,7 +79,7 @@ class _WeightPlacement:
                 self._run(rank, waiting.popleft(), now)
 
     def _fitting(self, rank: int, number: int, *, alone: bool) -> int | None:
-        """The pass if there is room for it; if no weight gradient can make any, its full backward."""
+        """Return the pass if there is room for it; if no weight gradient can make any, its full backward."""
         if self._fits(rank, number):
             return number
         joined = number + (FULL - INPUT) * self.block
@@ -107,16 +107,15 @@ class _WeightPlacement:
             heappush(self.events, (arrival, self.problem.placement.rank_of[stage]))
 
 
-# MERGED: Which candidates get their weight gradients put anew, and how.
-
-
 _UNLIMITED = 1 << 30
 
 
-def placed_weights(clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget) -> Iterator[Candidate]:
-    """The best way that was found to put the weight gradients of each candidate, the best of which comes first.
+def placed_weights(
+    clock: Clock, candidates: Sequence[Candidate], objective: str, budget: Budget
+) -> Iterator[Candidate]:
+    """Place the weight gradients of each candidate anew, by the best of several policies; `candidates` are sorted.
 
-    Left out are those that cannot become the best, wherever their weight gradients are, and orders that come again.
+    Left out are those that cannot become the best, wherever their weight gradients are, and repeated orders.
     """
     best = candidates[0].merit(objective) if candidates else (0.0, 0.0)
     done: list[list[Row]] = []
@@ -129,7 +128,7 @@ def placed_weights(clock: Clock, candidates: Sequence[Candidate], objective: str
         if merit(least, objective) >= best or rows in done:
             continue
         done.append(rows)
-        name = f"{candidate.name}, refitted"
+        name = f"{candidate.name}, weights moved"
         policies = _weight_policies(clock.problem.ranks)
         made = (checked_candidate(name, clock, _place_weights(clock, rows, policy)) for policy in policies)
         fitting = [each for each in made if each is not None]
@@ -140,7 +139,7 @@ def placed_weights(clock: Clock, candidates: Sequence[Candidate], objective: str
 
 
 def _without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
-    """Forwards and input gradients, which stand in the place of full backwards."""
+    """Return the forwards and input gradients, the latter also in the place of full backwards."""
     block = problem.stages * problem.microbatches
     shift = (FULL - INPUT) * block
     return [
@@ -150,7 +149,7 @@ def _without_weights(problem: Problem, rows: Sequence[Row]) -> list[Row]:
 
 
 def _weight_policies(ranks: int) -> Iterator[_WeightPolicy]:
-    """Nothing depends on the gradients of the first rank: it may take its time. The others had better not."""
+    """Return the policies to try. Nothing waits for the gradients of the first rank, so that it may take its time."""
     unlimited = (_UNLIMITED,) * ranks
     yield _WeightPolicy((1.0, *(0.0,) * (ranks - 1)), unlimited)
     yield _WeightPolicy((0.0,) * ranks, unlimited)

@@ -1,8 +1,8 @@
-"""Fills the idle steps of a plan with passes that can run then, within a limit on what a rank holds.
+"""Fill the idle slots of a plan with passes that can run then, within a limit on the activations of a rank.
 
-The ranks go through the plan in steps of one pass each. A rank whose next pass waits for another rank takes the first
+The ranks go through the plan in slots of one pass each. A rank whose next pass waits for another rank takes the first
 of its later passes that does not, provided that it never holds more activations than allowed: neither now nor until
-the place that the pass came from. Only idle steps are used, so nothing comes later than before. Done from the end of a
+the place that the pass came from. Only idle slots are used, so nothing comes later than before. Done from the end of a
 plan to its start, the same moves passes as late as they can be.
 """
 
@@ -14,14 +14,14 @@ from ...errors import PlanError
 from ..action import Action, Op
 from ..plan import Plan
 
-Kind = tuple[Op, int]  # op and stage
-Times = list[int]  # by microbatch: the step before which a pass is finished
-NEVER = 1 << 60
+_Kind = tuple[Op, int]  # op and stage
+_Times = list[int]  # by microbatch: the slot before which a pass is finished
+_NEVER = 1 << 60
 _HOLDS = {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
 
 
 def fill_early(plan: Plan, limit: int) -> Plan:
-    """Fill idle steps from the start. `limit`: how many activations, of one stage and microbatch each, a rank may hold.
+    """Fill idle slots from the start. `limit`: how many activations, of one stage and microbatch each, a rank may hold.
 
     >>> rows = ["0F0 0I0 0W0 0F1 0I1 0W1".split(), "1F0 1I0 1W0 1F1 1I1 1W1".split()]
     >>> print(Plan.from_actions(rows).grid())
@@ -35,7 +35,7 @@ def fill_early(plan: Plan, limit: int) -> Plan:
 
 
 def fill_late(plan: Plan, limit: int) -> Plan:
-    """Fill idle steps from the end.
+    """Fill idle slots from the end.
 
     >>> rows = ["0F0 0I0 0W0 0F1 0I1 0W1".split(), "1F0 1I0 1W0 1F1 1I1 1W1".split()]
     >>> print(fill_late(Plan.from_actions(rows), limit=2).grid())
@@ -46,7 +46,7 @@ def fill_late(plan: Plan, limit: int) -> Plan:
 
 
 def _filled(plan: Plan, limit: int, *, direction: int) -> Plan:
-    """The plan filled from its start (1), or from its end (-1), where every pass comes after those that need it."""
+    """Fill a plan from its start (1), or from its end (-1), where every pass comes after those that need it."""
     ranks = [_Rank(row, limit) for row in _rows_of_passes(plan, direction)]
     rows: list[list[Action]] = [[] for _ in ranks]
     now, left = 0, sum(len(rank.row) for rank in ranks)
@@ -70,14 +70,14 @@ class _Pass(NamedTuple):
     microbatch: int
     kind: int
     growth: int  # of the activations held
-    waits: list[Times]  # for what it waits
-    finished: Times  # of its own kind
+    waits: list[_Times]  # of the kinds that it waits for
+    finished: _Times  # of its own kind
 
 
 def _rows_of_passes(plan: Plan, direction: int) -> list[list[_Pass]]:
-    kinds: list[Kind] = [(op, stage) for op in _HOLDS for stage in range(plan.stages)]
-    finished = {kind: [NEVER] * plan.microbatches for kind in kinds}
-    waits: dict[Kind, list[Times]] = {kind: [] for kind in kinds}
+    kinds: list[_Kind] = [(op, stage) for op in _HOLDS for stage in range(plan.stages)]
+    finished = {kind: [_NEVER] * plan.microbatches for kind in kinds}
+    waits: dict[_Kind, list[_Times]] = {kind: [] for kind in kinds}
     for kind in kinds:
         for need in plan.dataflow.needs(*kind):
             first, then = (need, kind) if direction > 0 else (kind, need)
@@ -96,7 +96,7 @@ def _rows_of_passes(plan: Plan, direction: int) -> list[list[_Pass]]:
 
 
 class _Rank:
-    """What one rank has still to do, in the order of the plan, and how many activations it holds."""
+    """The passes that one rank has still to do, in the order of the plan, and the activations that it holds."""
 
     def __init__(self, row: list[_Pass], limit: int) -> None:
         self.row = row
@@ -107,7 +107,7 @@ class _Rank:
         self.kinds = len({each.kind for each in row})
 
     def take(self, now: int) -> Action | None:
-        """Run a pass in this step, if there is one that can."""
+        """Run a pass in this slot, if there is one that can."""
         row, taken = self.row, self.taken
         while self.first < len(row) and taken[self.first]:
             self.first += 1

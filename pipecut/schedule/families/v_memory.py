@@ -1,24 +1,24 @@
 """V-Half and V-Min: a half and a third of the memory of 1F1B, with a smaller bubble (arXiv 2405.15362).
 
-The six passes of one microbatch on every rank form a block, which is repeated every six steps. F0 and I1 go down the V,
-F1 and I0 up; the passes of one rank stand in six different steps modulo six, so that the blocks fit into each other.
+The six passes of one microbatch on every rank form a block, which is repeated every six slots. F0 and I1 go down the V,
+F1 and I0 up; the passes of one rank stand in six different slots modulo six, so that the blocks fit into each other.
 
       V-Min, 4 ranks
-      step    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
+      slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
       rank 0 F0  .  .  .  .  .  . F1 I1  . W1  .  .  .  . I0  . W0
       rank 1  . F0  .  .  .  . F1  .  . I1 W1  .  .  . I0  .  . W0
       rank 2  .  . F0  .  . F1  .  .  .  . I1  . W1 I0  . W0  .  .
       rank 3  .  .  . F0 F1  .  .  .  .  .  . I1 I0 W1 W0  .  .  .
 
 The slower a pass goes from rank to rank, the longer activations are held and the less the ranks wait for each other:
-with one step everywhere a microbatch is under way for 4p steps, and a rank holds 4p / 6 chunks, p / 3 microbatches;
-with two steps on the way down it holds p / 2. Because of the V it is the same on all ranks.
+with one slot everywhere a microbatch is under way for 4p slots, and a rank holds 4p / 6 chunks, p / 3 microbatches;
+with two slots on the way down it holds p / 2. Because of the V it is the same on all ranks.
 
-The blocks in a row are already a plan; what is idle at its start and at its end is then filled as far as the memory
+The blocks in a row are already a plan; the idle slots at its start and at its end are then filled as far as the memory
 goes. If F, I and W take equally long and transfers no time, no plan on this V with this memory is shorter, once there
-are microbatches enough to fill the pipeline. With M chunks on each of p ranks the last rank waits p - 1 steps for its
-first forward, and can then fill only M of the 2p steps until the first gradient comes back; after its last forward 3p
-steps are left for 2M passes at most. So it waits at least 6p - 1 - 3M steps, and here it waits no longer.
+are microbatches enough to fill the pipeline. With M chunks on each of p ranks the last rank waits p - 1 slots for its
+first forward, and can then fill only M of the 2p slots until the first gradient comes back; after its last forward 3p
+slots are left for 2M passes at most. So it waits at least 6p - 1 - 3M slots, and here it waits no longer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks
 
 @dataclass(frozen=True)
 class _Block:
-    """How many steps the passes of one microbatch are apart."""
+    """Distances, in slots, between the passes of one microbatch."""
 
     from_rank_to_rank: tuple[int, int, int, int]  # F0, F1, I1, I0
     at_turns: tuple[int, int, int]  # F0 to F1 on the last rank, F1 to I1 on the first, I1 to I0 on the last
 
     def times(self, rank: int, ranks: int) -> tuple[int, int, int, int, int, int]:
-        """When a rank runs F0, F1, I1, I0, W1 and W0 of microbatch 0."""
+        """Return the slots of F0, F1, I1, I0, W1 and W0 of microbatch 0 on a rank."""
         down, up, back_down, back_up = self.from_rank_to_rank
         last, below = ranks - 1, ranks - 1 - rank
         F1_on_last = down * last + self.at_turns[0]
@@ -57,9 +57,9 @@ class _Block:
 
 
 def _next_free(after: int, *times: int) -> int:
-    """The first step after a pass in which no other pass of any microbatch stands."""
+    """Return the first slot after a pass in which no other pass of any microbatch stands."""
     taken = {time % _PERIOD for time in times}
-    return next(step for step in range(after + 1, after + _PERIOD) if step % _PERIOD not in taken)
+    return next(slot for slot in range(after + 1, after + _PERIOD) if slot % _PERIOD not in taken)
 
 
 @schedule("V-Half", placement=Placement.v, chunks=2)

@@ -1,8 +1,9 @@
-"""Messages between ranks, put where no order of arrival can block them.
+"""Passes that add messages between ranks: transfers of values, and sums of tied gradients.
 
-The plan is walked in an order that its dependencies allow. When a computation is done, its sends and, on the other
-ranks, their receives are written down at that same moment. So all ranks take part in the messages in one common order,
-and none waits for another in a circle, even if a send returns only when its receive has begun.
+Transfers are put where no order of arrival can block them. The plan is walked in an order that its dependencies allow.
+When a computation is done, its sends and, on the other ranks, their receives are added at that same moment. So all
+ranks take part in the messages in one common order, and none waits for another in a circle, even if a send returns only
+when its receive has begun.
 
       0F0 0B0        0F0 0SEND_F0          0RECV_B0 0B0
       1F0 1B0   ->       1RECV_F0 1F0 1B0  1SEND_B0
@@ -21,7 +22,7 @@ from ..walk import Walk
 
 @collector_paused
 def add_transfers(plan: Plan, *, complete: bool = True) -> Plan:
-    """The plan with a SEND and a RECV for every value that another rank uses, and none between stages of one rank.
+    """Add a SEND and a RECV for every value that another rank uses, and none between stages of one rank.
 
     `complete=False` takes a part of a step too.
     """
@@ -48,7 +49,7 @@ def add_transfers(plan: Plan, *, complete: bool = True) -> Plan:
 
 
 class _Ends(NamedTuple):
-    """What the two ends of a message are made of, besides the microbatch and the sending stage."""
+    """The parts of the two ends of a message, besides the microbatch and the sending stage."""
 
     send: Op
     send_peer: int | None
@@ -59,7 +60,7 @@ class _Ends(NamedTuple):
 
 
 def _ends(plan: Plan, op: Op, stage: int) -> list[_Ends]:
-    """The messages that a computation of a stage sends."""
+    """Return the messages that a computation of a stage sends."""
     found = []
     for send, other in plan.dataflow.messages(op, stage, plan.placement):
         end = transfer(send, stage, 0, other)
@@ -86,7 +87,7 @@ class _EarlyInputs:
         self._sent: set[tuple[int, int | None]] = set()
 
     def send_before(self, action: Action, rows: list[list[Action | None]]) -> None:
-        """Write down, before an action, the transfers of inputs whose time has come."""
+        """Add, before an action, the transfers of inputs whose time has come."""
         for leaf in action.leaves:
             stage, op, microbatch, _, _ = leaf
             if op is Op.FORWARD:
@@ -98,11 +99,8 @@ class _EarlyInputs:
                         rows[self._rank_of[user]].append(receive)
 
 
-# MERGED: The sum of the gradients of a parameter that stages on several ranks share.
-
-
 def add_reduce_ties(plan: Plan) -> Plan:
-    """At the end of every rank, one REDUCE_TIES for each tie that it shares with another rank, in the ties' order.
+    """Add, at the end of every rank, one REDUCE_TIES for each tie that it shares with another, in the ties' order.
 
     Ties between stages of one rank need none: there the parameter is one object.
 
@@ -123,7 +121,7 @@ def add_reduce_ties(plan: Plan) -> Plan:
 
 
 def drop_reduce_ties(plan: Plan) -> Plan:
-    """The plan without the sums of ties: they come after whatever other passes put at the end of a rank."""
+    """Drop the sums of ties: they come after all that other passes put at the end of a rank."""
     return plan.with_actions([[each for each in row if not _is_sum(each)] for row in plan.actions])
 
 

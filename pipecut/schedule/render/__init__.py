@@ -1,4 +1,7 @@
-"""Pictures of a plan, a timeline or a simulation's report: text, SVG, HTML, and a trace for Chrome and Perfetto."""
+"""Pictures of a plan, a timeline or a simulation's report: text, SVG, HTML, and a trace for Chrome and Perfetto.
+
+Read `rows` first: it turns every source into the charts that the others draw.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .svg import hatches, legend
 _BACK, _FRONT, _FOOT = 0, 1, 2  # the tracks of a lane, as in the script
 _DIGITS = 7  # of the whole time, in which times are kept
 _LEGEND_WIDTH = 1000
-_WITHOUT_SCRIPT = 110  # characters a line
+_WITHOUT_SCRIPT = 110  # characters per line
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 _KEYS_TOLD = (
     "Wheel or + and − zoom, drag or ← and → move, 0 shows all. N and P step through the actions of a rank, "
@@ -48,7 +48,7 @@ canvas{width:100%!important;height:auto!important}section{break-inside:avoid}
 
 
 def html(source: Sources, path: FilePath | None = None) -> str:
-    """The HTML page of a plan, a timeline or a simulation's report; several in a list share one time scale.
+    """Draw the HTML page of a plan, a timeline or a simulation's report; several in a list share one time scale.
 
     The page needs no network. Hover tells all about an action; the wheel, the buttons or + and - zoom, dragging or the
     arrows move, 0 shows all; N, P, J and K step through the actions. It follows the reader's light or dark setting, and
@@ -102,7 +102,7 @@ def _section(chart: Chart) -> str:
 
 
 def _data(drawn: Sequence[Chart]) -> dict[str, object]:
-    """All that the script draws."""
+    """Return all that the script draws."""
     extent = whole_time(drawn)
     chunks = drawn[0].chunks
     keys = [(op, chunk) for op in NAMES for chunk in range(chunks if op in HUE else 1)]
@@ -119,7 +119,7 @@ def _data(drawn: Sequence[Chart]) -> dict[str, object]:
 
 
 def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict[str, object]:
-    """The kinds of action, and for each row a run of numbers: gap, time, kind and a microbatch for each part."""
+    """Return the kinds of action, and for each row a run of numbers: gap, time, kind and a microbatch per part."""
     kinds: dict[tuple[object, ...], int] = {}
     told: list[dict[str, object]] = []
     rows = []
@@ -171,6 +171,6 @@ def _part(chart: Chart, rank: int, leaf: Action, places: dict[tuple[Op, int], in
 
 
 def _short(value: float, digits: int) -> float | int:
-    """A number as few characters: rounded, and whole where it is."""
+    """Write a number in few characters: rounded, and whole where it is."""
     rounded = round(value, digits)
     return int(rounded) if rounded == int(rounded) else rounded

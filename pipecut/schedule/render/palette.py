@@ -7,13 +7,10 @@ ways: so a grey print can be read as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from ..action import RECEIVES, SENDS, TRANSFERS, Op
-from ..timeline import Span
 
 _BLACK, _WHITE = "#000000", "#ffffff"
 HUE = {
@@ -58,7 +55,7 @@ ORDER = {op: place for place, op in enumerate(NAMES)}
 
 
 class _Look(NamedTuple):
-    """How the box of an action is drawn."""
+    """The look of the box of an action."""
 
     fill: str
     hatch: str  # "/" for lines that rise, "\\" for lines that fall; both or none
@@ -67,7 +64,7 @@ class _Look(NamedTuple):
 
 @cache
 def look(op: Op, chunk: int = 0, chunks: int = 1) -> _Look:
-    """How an op is drawn on the given one of its rank's stages.
+    """Return the look of an op on the given one of its rank's stages.
 
     >>> look(Op.FORWARD).fill, look(Op.FORWARD, chunk=1, chunks=2).fill
     ('#0072b2', '#8cc0dc')
@@ -80,18 +77,18 @@ def look(op: Op, chunk: int = 0, chunks: int = 1) -> _Look:
 
 
 def is_neutral(op: Op) -> bool:
-    """Whether an op is neither a computation nor a transfer."""
+    """Return True if an op is neither a computation nor a transfer."""
     return op not in HUE and op not in TRANSFERS and op is not Op.OVERLAP_F_B
 
 
 def _luminance(colour: str) -> float:
-    """The relative luminance of a colour such as "#0072b2", from 0 for black to 1 for white, as WCAG 2 defines it."""
+    """Return the relative luminance of a colour such as "#0072b2", from 0 (black) to 1 (white), as WCAG 2 defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _parts(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it.
+    """Return the contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it.
 
     >>> contrast("#000000", "#ffffff")
     21.0
@@ -101,7 +98,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def _ink_on(fill: str) -> str:
-    """Black or white, whichever reads better on a colour."""
+    """Return black or white, whichever reads better on a colour."""
     return max(_WHITE, _BLACK, key=lambda ink: contrast(ink, fill))
 
 
@@ -111,58 +108,3 @@ def _parts(colour: str) -> list[float]:
 
 def _with_white(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(255 * (part + (1 - part) * share)):02x}" for part in _parts(colour))
-
-
-# MERGED: What each of a few equal pieces of time is mostly spent on.
-
-
-_MOMENT = 1e-9  # of a cell: what is shorter is taken for a matter of rounding
-
-
-@dataclass
-class _Use:
-    """What the spans under one letter have of a cell."""
-
-    total: float = 0.0
-    most: float = -1.0
-    span: Span | None = None  # the one that has most
-
-
-def owners(row: Sequence[Span], cells: int, step: float, letter: Callable[[Span], str]) -> list[Span | None]:
-    """The span that stands for each cell of `step` time: the longest under the letter that has most; None if idle.
-
-    A transfer, or what else is no computation, stands where no computation does.
-    """
-    in_front = _owners([span for span in row if span.action.is_compute], cells, step, letter)
-    behind = _owners([span for span in row if not span.action.is_compute], cells, step, letter)
-    return [front or back for front, back in zip(in_front, behind, strict=True)]
-
-
-def _owners(row: Iterable[Span], cells: int, step: float, letter: Callable[[Span], str]) -> list[Span | None]:
-    uses: list[dict[str, _Use]] = [{} for _ in range(cells)]
-    for span in row:
-        for cell, share in _shares(span, cells, step):
-            use = uses[cell].setdefault(letter(span), _Use())
-            use.total += share
-            if share > use.most + _MOMENT:
-                use.most, use.span = share, span
-    return [_owner(use) for use in uses]
-
-
-def _shares(span: Span, cells: int, step: float) -> Iterator[tuple[int, float]]:
-    """The cells that a span has part in, and how much of each."""
-    start, end = span.start / step, span.end / step
-    first = min(int(start + _MOMENT), cells - 1)
-    yield first, max(min(end, first + 1) - start, 0.0)
-    for cell in range(first + 1, cells):
-        if end - cell < _MOMENT:
-            return
-        yield cell, min(end - cell, 1.0)
-
-
-def _owner(uses: dict[str, _Use]) -> Span | None:
-    """Who has most of a cell; nobody if it is mostly idle, but a moment alone in a cell is shown."""
-    spent = sum(use.total for use in uses.values())
-    if not uses or _MOMENT < spent < 0.5 - _MOMENT:
-        return None
-    return max(uses.values(), key=lambda use: use.total).span

@@ -1,4 +1,4 @@
-"""What every renderer draws: plans, timelines and reports as rows of spans on one clock that starts at 0."""
+"""Charts for every renderer: plans, timelines and reports as rows of spans on one clock that starts at 0."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..plan import Plan
 from ..timeline import Span, Timeline
 
 _SLOTS = "slots"
-# How many microseconds a unit is. A time without a unit, and a slot of a plan, is taken for a millisecond.
+# Microseconds of each unit. A time without a unit, and a slot of a plan, is taken for a millisecond.
 _MICROSECONDS = {"": 1e3, _SLOTS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _RELATIVE = ("", _SLOTS)
 _FARTHEST, _MOMENT = 1e300, 1e-100  # times with which one can reckon
-# What XML and UTF-8 cannot hold, and what would break a line.
+# Characters that XML or UTF-8 cannot hold, or that would break a line.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 class _HasTimeline(Protocol):
-    """What a simulation reports; `bubble_rate` and `makespan` are shown if it has them."""
+    """The report of a simulation; `bubble_rate` and `makespan` are shown if it has them."""
 
     @property
     def timeline(self) -> Timeline:
-        """What happened when."""
+        """The spans."""
         ...
 
 
@@ -50,7 +50,7 @@ class Chart:
 
 
 def charts(source: Sources) -> tuple[Chart, ...]:
-    """The sources, one or several, on one time scale."""
+    """Put the sources, one or several, on one time scale."""
     given = list(source) if isinstance(source, list | tuple) else [source]
     if not given:
         raise PlanError(
@@ -68,13 +68,13 @@ def charts(source: Sources) -> tuple[Chart, ...]:
 
 
 def whole_time(drawn: Sequence[Chart]) -> float:
-    """The time that a picture covers; 1 where all is over in a moment, so that there is a scale."""
+    """Return the time that a picture covers; 1 where all is over in a moment, so that there is a scale."""
     extent = max(chart.extent for chart in drawn)
     return extent if extent > _MOMENT else 1.0
 
 
 def microseconds(unit: str) -> float:
-    """How many microseconds one unit of a timeline is."""
+    """Return the number of microseconds of one unit of a timeline."""
     if unit not in _MICROSECONDS:
         known = ", ".join(f"'{each}'" for each in _MICROSECONDS)
         raise PlanError(f"The unit '{_printable(unit)}' of a timeline is not known: use one of {known}.")
@@ -82,12 +82,12 @@ def microseconds(unit: str) -> float:
 
 
 def _printable(text: str) -> str:
-    """Text on one line, in characters that every file can hold."""
+    """Put a text on one line, in characters that every file can hold."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def number(value: float) -> str:
-    """A time in a few characters.
+    """Write a time in a few characters.
 
     >>> number(12.0), number(1 / 3)
     ('12', '0.333333')
@@ -96,17 +96,17 @@ def number(value: float) -> str:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """A time and its unit, if it has one."""
+    """Write a time and its unit, if it has one."""
     return f"{number(value)} {unit}".rstrip()
 
 
 def axis_name(unit: str) -> str:
-    """What a time axis is called."""
+    """Return the name of a time axis."""
     return unit if unit == _SLOTS else f"time ({unit or 'relative'})"
 
 
 def _timeline(source: object) -> Timeline:
-    """The timeline of a source, its spans known to be sound."""
+    """Return the timeline of a source, its spans checked."""
     timeline = getattr(source, "timeline", source)
     if isinstance(timeline, Plan):
         timeline = _one_slot_each(timeline)
@@ -139,7 +139,7 @@ def _one_slot_each(plan: Plan) -> Timeline:
 
 
 def _common_unit(units: Sequence[str]) -> str:
-    """The one unit of all; where they differ, the first that is a real one."""
+    """Return the one unit of all; where they differ, the first that is a real one."""
     if len(set(units)) == 1:
         return units[0]
     return next((unit for unit in units if unit not in _RELATIVE), "")
@@ -163,9 +163,9 @@ def _chart(source: object, timeline: Timeline, name: str, unit: str) -> Chart:
         facts.append(f"bubble rate {bubble_rate:.2%}")
     if timeline.unit in _RELATIVE and timeline.unit != unit:
         facts.append(f"{timeline.unit or 'relative times'}, 1 drawn as {with_unit(factor, unit)}")
-    told = _printable(", ".join(facts))
+    shown = _printable(", ".join(facts))
     chunk_of = _chunk_of(rows)
-    return Chart(name, rows, _printable(unit), extent, told, chunk_of, max(chunk_of.values(), default=0) + 1)
+    return Chart(name, rows, _printable(unit), extent, shown, chunk_of, max(chunk_of.values(), default=0) + 1)
 
 
 def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:
@@ -181,11 +181,8 @@ def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:
     return found
 
 
-# MERGED: Spans too narrow to be seen alone, gathered so that a picture of any plan stays small.
-
-
 def gathered(row: Iterable[Span], least: float) -> Iterator[list[Span]]:
-    """The spans of a row, by start: alone from `least` time on, the shorter ones with their neighbours.
+    """Group the spans of a row, so that a picture stays small: those shorter than `least` with their neighbours.
 
     Two groups of short spans start at least `least` apart, so a row has no more groups than fit in its time.
     """
@@ -204,7 +201,7 @@ def gathered(row: Iterable[Span], least: float) -> Iterator[list[Span]]:
 
 
 def least_time(rows: Sequence[Sequence[Span]], first: float, most_groups: int) -> float:
-    """`first`, doubled until the rows have no more than `most_groups` groups, or each row is down to one."""
+    """Double `first` until the rows have no more than `most_groups` groups, or each row is down to one."""
     least = first
     extent = max((span.end for row in rows for span in row), default=0.0)
     while least <= extent and not _fits(rows, least, most_groups):

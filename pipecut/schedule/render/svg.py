@@ -13,115 +13,6 @@ from .palette import HATCH, HUE, LETTER, NAMES, TILE, is_neutral, look
 from .rows import Chart, Sources, axis_name, charts, gathered, least_time, number, whole_time
 from .svg_boxes import Boxes, pattern_name, tracks
 
-# MERGED: What stands around the boxes of an SVG picture: hatches, headings, time axes and the legend.
-
-
-_SMALL_LETTER, _CAPITAL = 0.57, 0.74  # of a font's size, on average and a little more
-_LEGEND_FONT, _LEGEND_ROW = 12, 22
-_TICK_APART = 80.0
-# The lines of one tile of hatch; the short ones are the corners of the neighbours' lines.
-_LINES = {"/": "M-1 1L1-1M0 8L8 0M7 9L9 7", "\\": "M-1 7L1 9M0 0L8 8M7-1L9 1"}
-
-
-def hatches(chunks: int) -> str:
-    """The hatched fills for ranks with so many stages."""
-    found = []
-    for op, chunk in ((op, chunk) for op in HATCH for chunk in range(chunks)):
-        fill, hatch, _ = look(op, chunk, chunks)
-        lines = "".join(_LINES[line] for line in hatch)
-        found.append(
-            f'<pattern id="{pattern_name(op, chunk, chunks)}" width="{TILE}" height="{TILE}" '
-            f'patternUnits="userSpaceOnUse"><rect width="{TILE}" height="{TILE}" fill="{fill}"/>'
-            f'<path d="{lines}" stroke="#000" stroke-opacity=".35" fill="none"/></pattern>'
-        )
-    return f"<defs>{''.join(found)}</defs>"
-
-
-def _heading(chart: Chart, left: float, baseline: float, width: float) -> str:
-    """The name of a source and what is known of it, cut off where the picture ends."""
-    facts = f" \N{EM DASH} {chart.facts}"
-    room = max(12, int(width / (15 * _SMALL_LETTER)) - len(facts))
-    name = chart.name if len(chart.name) <= room else chart.name[: room - 1] + "…"
-    return (
-        f'<text class="h" x="{left:g}" y="{baseline:g}"><tspan font-weight="bold">{escape(name)}</tspan>'
-        f"{escape(facts)}</text>"
-    )
-
-
-def _ticks(extent: float, apart: float) -> list[float]:
-    """Round times from 0 to the extent, at least `apart` from each other.
-
-    >>> _ticks(10, 1.5)
-    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    """
-    power = 10.0 ** math.floor(math.log10(apart)) if apart > 0 else 1.0
-    step = next((power * times for times in (1, 2, 5, 10) if power * times >= apart), power * 10)
-    return [place * step for place in range(int(extent / step + 1e-9) + 1)]
-
-
-def _axis(extent: float, scale: float, left: float, top: float, bottom: float, name: str) -> list[str]:
-    """Lines across the lanes at round times, the times below them, and what they are."""
-    apart = _TICK_APART / scale
-    found = []
-    for time in _ticks(extent, max(apart, 1.0) if name == "slots" else apart):
-        x = left + time * scale
-        found.append(f'<path class="a" d="M{x:.2f} {top:.2f}V{bottom + 4:.2f}"/>')
-        found.append(f'<text class="a" x="{x:.2f}" y="{bottom + 16:.2f}">{number(time)}</text>')
-    found.append(f'<text class="n" x="{left:g}" y="{bottom + 31:.2f}">{escape(name)}</text>')
-    return found
-
-
-def legend(charts: Sequence[Chart], left: float, top: float, width: float) -> tuple[list[str], float]:
-    """What the colours and hatches mean, for what is there to see; and the height that takes."""
-    found, x, y = [], left, top
-    for swatch, swatch_width, text in _entries(charts):
-        needed = swatch_width + 6 + _width(text) + 18
-        if x > left and x + needed > left + width:
-            x, y = left, y + _LEGEND_ROW
-        found.append(f'<g transform="translate({x:.1f} {y:.1f})">{swatch}')
-        found.append(f'<text class="l" x="{swatch_width + 6}" y="12">{escape(text)}</text></g>')
-        x += needed
-    return found, y + _LEGEND_ROW - top
-
-
-def _entries(charts: Sequence[Chart]) -> Iterator[tuple[str, int, str]]:
-    """(swatch, its width, text) of every entry."""
-    seen = {action.op for chart in charts for row in chart.rows for _, action, _, _ in row}
-    overlapped = Op.OVERLAP_F_B in seen
-    if overlapped:
-        seen |= {p.op for chart in charts for row in chart.rows for _, action, _, _ in row for p in action.parts}
-    chunks = charts[0].chunks
-    computed = [op for op in NAMES if op in seen and op in HUE]
-    for op in computed:
-        yield _swatch(_fill(op, 0, chunks), 0, 0, 22, 16), 22, f"{op} {NAMES[op]}"
-    if chunks > 1 and computed:
-        strip = "".join(_swatch(_fill(computed[0], chunk, chunks), 16 * chunk, 0, 16, 16) for chunk in range(chunks))
-        yield strip, 16 * chunks, "stages of a rank, first to last"
-    if overlapped:
-        halves = _swatch(_fill(Op.FORWARD, 0, chunks), 0, 0, 22, 8)
-        yield halves + _swatch(_fill(Op.FULL_BACKWARD, 0, chunks), 0, 8, 22, 8), 22, NAMES[Op.OVERLAP_F_B]
-    neutral = [op for op in NAMES if op in seen and is_neutral(op)]
-    if neutral:
-        yield _swatch(look(neutral[0]).fill, 0, 0, 22, 16), 22, ", ".join(f"{LETTER[op]} {op}" for op in neutral)
-    for op, text in ((Op.SEND_F, "send"), (Op.RECV_F, "receive")):
-        if seen & TRANSFERS:
-            yield _swatch(look(op).fill, 0, 6, 22, 4), 22, text
-
-
-def _fill(op: Op, chunk: int, chunks: int) -> str:
-    fill, hatch, _ = look(op, chunk, chunks)
-    return f"url(#{pattern_name(op, chunk, chunks)})" if hatch else fill
-
-
-def _swatch(fill: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="b" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
-
-
-def _width(text: str) -> float:
-    """About how wide a text of the legend is."""
-    return _LEGEND_FONT * sum(_CAPITAL if letter.isupper() else _SMALL_LETTER for letter in text)
-
-
 _MARGIN, _HEADING, _AXIS, _BELOW = 16.0, 26.0, 42.0, 10.0
 _NARROWEST_PLOT, _WIDEST_PLOT, _WIDTH_A_BOX = 900.0, 2400.0, 18.0
 _TALLEST_LANE, _LOWEST_LANE, _ALL_LANES = 30.0, 5.0, 1700.0
@@ -134,42 +25,15 @@ _STYLE = (
     "path.a{stroke:#888;stroke-width:.5;stroke-dasharray:2 2}"
     "text.a{font-size:11px;text-anchor:middle}.n{font-size:11px}"
 )
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The measures that all charts of a picture share."""
-
-    plot: float  # the width of the lanes
-    left: float
-    lane: float  # the height of one, with the gap below it
-    scale: float  # from time to width
-    least: float  # the time below which spans are gathered
-
-    @classmethod
-    def of(cls, drawn: Sequence[Chart]) -> _Layout:
-        """Measures with which the boxes can be read if that can be, and the file stays small in any case."""
-        rows = [row for chart in drawn for row in chart.rows]
-        split = [track for row in rows for track in tracks(row)]
-        plot = min(max(max(map(len, rows)) * _WIDTH_A_BOX, _NARROWEST_PLOT), _WIDEST_PLOT)
-        extent = whole_time(drawn)
-        digits = len(str(max(len(chart.rows) for chart in drawn) - 1))
-        return cls(
-            plot=plot,
-            left=_MARGIN + 38 + 7 * digits,
-            lane=min(max(_ALL_LANES / len(rows), _LOWEST_LANE), _TALLEST_LANE),
-            scale=plot / extent,
-            least=least_time(split, _SEEN_FROM * extent / plot, _MOST_BOXES),
-        )
-
-    @property
-    def width(self) -> float:
-        """The width of the picture."""
-        return self.left + self.plot + 2 * _MARGIN
+_SMALL_LETTER, _CAPITAL = 0.57, 0.74  # of a font's size, on average and a little more
+_LEGEND_FONT, _LEGEND_ROW = 12, 22
+_TICK_APART = 80.0
+# The lines of one tile of hatch; the short ones are the corners of the neighbours' lines.
+_LINES = {"/": "M-1 1L1-1M0 8L8 0M7 9L9 7", "\\": "M-1 7L1 9M0 0L8 8M7-1L9 1"}
 
 
 def svg(source: Sources, path: FilePath | None = None) -> str:
-    """The SVG picture of a plan, a timeline or a simulation's report; several in a list share one time scale.
+    """Draw the SVG picture of a plan, a timeline or a simulation's report; several in a list share one time scale.
 
     Every box has a tooltip with its action and times. Hue and hatch tell the op, lightness which of its rank's stages
     it works on. In a very big plan, actions too narrow to be seen share columns, and the picture says so. The times
@@ -219,7 +83,7 @@ def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequenc
 
 
 def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
-    """The names and grounds of the lanes, and, as the last piece, all boxes."""
+    """Draw the names and grounds of the lanes and, as the last piece, all boxes."""
     boxes = Boxes(chart, layout.left, layout.scale, layout.lane * 0.88, layout.least)
     every = -(-_LABEL_HEIGHT // layout.lane)
     found, drawn = [], []
@@ -235,7 +99,7 @@ def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
 
 
 def _notes(drawn: Sequence[Chart], layout: _Layout) -> list[str]:
-    """What the reader must know of spans that do not stand alone."""
+    """Tell the reader of spans that do not stand alone."""
     split = [track for chart in drawn for row in chart.rows for track in tracks(row)]
     together = [len(group) for track in split for group in gathered(track, layout.least) if len(group) > 1]
     if not together:
@@ -244,3 +108,134 @@ def _notes(drawn: Sequence[Chart], layout: _Layout) -> list[str]:
         f"{sum(together)} actions narrower than {layout.least * layout.scale:.3g} pixels share {len(together)} "
         "columns: each has a band for every kind of action in it, as high as its share of the time."
     ]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The measures that all charts of a picture share."""
+
+    plot: float  # the width of the lanes
+    left: float
+    lane: float  # the height of one, with the gap below it
+    scale: float  # from time to width
+    least: float  # the time below which spans are gathered
+
+    @classmethod
+    def of(cls, drawn: Sequence[Chart]) -> _Layout:
+        """Choose measures with which boxes can be read if possible, and the file stays small in any case."""
+        rows = [row for chart in drawn for row in chart.rows]
+        split = [track for row in rows for track in tracks(row)]
+        plot = min(max(max(map(len, rows)) * _WIDTH_A_BOX, _NARROWEST_PLOT), _WIDEST_PLOT)
+        extent = whole_time(drawn)
+        digits = len(str(max(len(chart.rows) for chart in drawn) - 1))
+        return cls(
+            plot=plot,
+            left=_MARGIN + 38 + 7 * digits,
+            lane=min(max(_ALL_LANES / len(rows), _LOWEST_LANE), _TALLEST_LANE),
+            scale=plot / extent,
+            least=least_time(split, _SEEN_FROM * extent / plot, _MOST_BOXES),
+        )
+
+    @property
+    def width(self) -> float:
+        """The width of the picture."""
+        return self.left + self.plot + 2 * _MARGIN
+
+
+def hatches(chunks: int) -> str:
+    """Return the hatched fills for ranks with so many stages."""
+    found = []
+    for op, chunk in ((op, chunk) for op in HATCH for chunk in range(chunks)):
+        fill, hatch, _ = look(op, chunk, chunks)
+        lines = "".join(_LINES[line] for line in hatch)
+        found.append(
+            f'<pattern id="{pattern_name(op, chunk, chunks)}" width="{TILE}" height="{TILE}" '
+            f'patternUnits="userSpaceOnUse"><rect width="{TILE}" height="{TILE}" fill="{fill}"/>'
+            f'<path d="{lines}" stroke="#000" stroke-opacity=".35" fill="none"/></pattern>'
+        )
+    return f"<defs>{''.join(found)}</defs>"
+
+
+def _heading(chart: Chart, left: float, baseline: float, width: float) -> str:
+    """Return the name and the facts of a source, cut off where the picture ends."""
+    facts = f" \N{EM DASH} {chart.facts}"
+    room = max(12, int(width / (15 * _SMALL_LETTER)) - len(facts))
+    name = chart.name if len(chart.name) <= room else chart.name[: room - 1] + "…"
+    return (
+        f'<text class="h" x="{left:g}" y="{baseline:g}"><tspan font-weight="bold">{escape(name)}</tspan>'
+        f"{escape(facts)}</text>"
+    )
+
+
+def _ticks(extent: float, apart: float) -> list[float]:
+    """Return round times from 0 to the extent, at least `apart` from each other.
+
+    >>> _ticks(10, 1.5)
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    """
+    power = 10.0 ** math.floor(math.log10(apart)) if apart > 0 else 1.0
+    step = next((power * times for times in (1, 2, 5, 10) if power * times >= apart), power * 10)
+    return [place * step for place in range(int(extent / step + 1e-9) + 1)]
+
+
+def _axis(extent: float, scale: float, left: float, top: float, bottom: float, name: str) -> list[str]:
+    """Draw lines across the lanes at round times, the times below them, and the name of the axis."""
+    apart = _TICK_APART / scale
+    found = []
+    for time in _ticks(extent, max(apart, 1.0) if name == "slots" else apart):
+        x = left + time * scale
+        found.append(f'<path class="a" d="M{x:.2f} {top:.2f}V{bottom + 4:.2f}"/>')
+        found.append(f'<text class="a" x="{x:.2f}" y="{bottom + 16:.2f}">{number(time)}</text>')
+    found.append(f'<text class="n" x="{left:g}" y="{bottom + 31:.2f}">{escape(name)}</text>')
+    return found
+
+
+def legend(charts: Sequence[Chart], left: float, top: float, width: float) -> tuple[list[str], float]:
+    """Explain the colours and hatches that are there; return the entries and their height."""
+    found, x, y = [], left, top
+    for swatch, swatch_width, text in _entries(charts):
+        needed = swatch_width + 6 + _width(text) + 18
+        if x > left and x + needed > left + width:
+            x, y = left, y + _LEGEND_ROW
+        found.append(f'<g transform="translate({x:.1f} {y:.1f})">{swatch}')
+        found.append(f'<text class="l" x="{swatch_width + 6}" y="12">{escape(text)}</text></g>')
+        x += needed
+    return found, y + _LEGEND_ROW - top
+
+
+def _entries(charts: Sequence[Chart]) -> Iterator[tuple[str, int, str]]:
+    """Return (swatch, its width, text) of every entry."""
+    seen = {action.op for chart in charts for row in chart.rows for _, action, _, _ in row}
+    overlapped = Op.OVERLAP_F_B in seen
+    if overlapped:
+        seen |= {p.op for chart in charts for row in chart.rows for _, action, _, _ in row for p in action.parts}
+    chunks = charts[0].chunks
+    computed = [op for op in NAMES if op in seen and op in HUE]
+    for op in computed:
+        yield _swatch(_fill(op, 0, chunks), 0, 0, 22, 16), 22, f"{op} {NAMES[op]}"
+    if chunks > 1 and computed:
+        strip = "".join(_swatch(_fill(computed[0], chunk, chunks), 16 * chunk, 0, 16, 16) for chunk in range(chunks))
+        yield strip, 16 * chunks, "stages of a rank, first to last"
+    if overlapped:
+        halves = _swatch(_fill(Op.FORWARD, 0, chunks), 0, 0, 22, 8)
+        yield halves + _swatch(_fill(Op.FULL_BACKWARD, 0, chunks), 0, 8, 22, 8), 22, NAMES[Op.OVERLAP_F_B]
+    neutral = [op for op in NAMES if op in seen and is_neutral(op)]
+    if neutral:
+        yield _swatch(look(neutral[0]).fill, 0, 0, 22, 16), 22, ", ".join(f"{LETTER[op]} {op}" for op in neutral)
+    for op, text in ((Op.SEND_F, "send"), (Op.RECV_F, "receive")):
+        if seen & TRANSFERS:
+            yield _swatch(look(op).fill, 0, 6, 22, 4), 22, text
+
+
+def _fill(op: Op, chunk: int, chunks: int) -> str:
+    fill, hatch, _ = look(op, chunk, chunks)
+    return f"url(#{pattern_name(op, chunk, chunks)})" if hatch else fill
+
+
+def _swatch(fill: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="b" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+
+
+def _width(text: str) -> float:
+    """Estimate the width of a text of the legend."""
+    return _LEGEND_FONT * sum(_CAPITAL if letter.isupper() else _SMALL_LETTER for letter in text)

@@ -23,7 +23,7 @@ _Tracks = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Draws rows of spans to scale. Spans shorter than `least` stand together in columns."""
+    """Rows of spans drawn to scale. Spans shorter than `least` stand together in columns."""
 
     chart: Chart
     left: float
@@ -38,7 +38,7 @@ class Boxes:
 
     @cached_property
     def main(self) -> float:
-        """The height of a computation; what is not one shows below it."""
+        """The height of a computation; other actions show below it."""
         return self.height * (0.78 if any(back or foot for back, _, foot in self.tracks) else 1.0)
 
     @property
@@ -47,7 +47,7 @@ class Boxes:
         return min(12.0, self.main * 0.62)
 
     def row(self, rank: int, top: float) -> list[str]:
-        """All boxes of a rank."""
+        """Draw all boxes of a rank."""
         back, front, foot = self.tracks[rank]
         strip = self.height - self.main
         return [
@@ -66,7 +66,7 @@ class Boxes:
         x, width = self._place(span.start, span.end)
         leaves = span.action.leaves
         part = height / len(leaves)
-        framed = width >= _FRAMED_FROM or span.start == span.end  # else a mark in a pale colour would be lost
+        framed = width >= _FRAMED_FROM or span.start == span.end  # otherwise a mark in a pale colour would be lost
         drawn = []
         for place, leaf in enumerate(leaves):
             y = top + place * part
@@ -75,7 +75,7 @@ class Boxes:
         return f"<g><title>{escape(described(span, self.chart.unit))}</title>{''.join(drawn)}</g>"
 
     def _column(self, group: Sequence[Span], top: float, height: float) -> str:
-        """Many spans in one place: a band for each kind, as high as its share of the time."""
+        """Draw many spans in one place: a band for each kind, as high as its share of the time."""
         time: dict[tuple[int, int, str], float] = {}
         for rank, action, start, end in group:
             for leaf in action.leaves:
@@ -112,7 +112,7 @@ class Boxes:
         return f"url(#{pattern_name(leaf.op, chunk, chunks)})" if hatched and looks.hatch else looks.fill
 
     def _label(self, rank: int, leaf: Action, middle: float, y: float, width: float, height: float) -> str:
-        """The number of the microbatch, or a letter for what is no computation, where it fits."""
+        """Return the number of the microbatch, or a letter for an action that is no computation, where it fits."""
         text = LETTER[leaf.op] if is_neutral(leaf.op) else str(leaf.microbatch)
         size = min(self.font, height * 0.8)
         if leaf.op in TRANSFERS or len(text) * size * _DIGIT + 2 > width or size < 4:
@@ -126,7 +126,7 @@ class Boxes:
 
 
 def tracks(row: Sequence[Span]) -> _Tracks:
-    """What is drawn at the back, in front, and as thin marks at the foot, so that no transfer hides a computation."""
+    """Divide spans into back, front, and thin marks at the foot, so that no transfer hides a computation."""
     back = [span for span in row if is_neutral(span.action.op)]
     foot = [span for span in row if span.action.op in TRANSFERS]
     front = row if not back and not foot else [span for span in row if span.action.op in COMPUTE]
@@ -134,7 +134,7 @@ def tracks(row: Sequence[Span]) -> _Tracks:
 
 
 def described(span: Span, unit: str) -> str:
-    """All that is known of a span, on one line."""
+    """Describe a span on one line."""
     leaves = span.action.leaves
     facts = [numbered("stage", [leaf.stage for leaf in leaves], " and ")]
     numbers = [str(leaf.microbatch) for leaf in leaves if leaf.microbatch is not None]
@@ -147,10 +147,10 @@ def described(span: Span, unit: str) -> str:
 
 
 def pattern_name(op: Op, chunk: int, chunks: int) -> str:
-    """The id of a hatched fill; it says all that the fill depends on, so that pictures in one page may share it."""
+    """Return the id of a hatched fill, of all that it depends on, so that pictures in one page may share it."""
     return f"{op}{chunk}of{chunks}"
 
 
 def _n(value: float) -> str:
-    """A coordinate, to a hundredth."""
+    """Round a coordinate to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -15,10 +15,10 @@ _Event = dict[str, object]
 
 
 def chrome_trace(source: Sources, path: FilePath | None = None) -> str:
-    """The trace, as JSON, of a plan, a timeline or a simulation's report: a process for each, a thread for each rank.
+    """Return the JSON trace of a plan, a timeline or a simulation's report: a process for each, a thread per rank.
 
     Every span is in it, also one that takes no time. Times are in microseconds from the first start; a time without a
-    unit, and a step of a plan, counts as a millisecond. Where a rank's spans overlap in time, its transfers have a
+    unit, and a slot of a plan, counts as a millisecond. Where a rank's spans overlap in time, its transfers have a
     thread of their own, for a viewer shows only what is nested in one.
 
     >>> from pipecut.schedule.plan import Plan
@@ -72,7 +72,7 @@ def _facts(action: Action) -> _Event:
 
 
 def _overlapping(row: Sequence[Span]) -> bool:
-    """Whether a span starts before another one ends."""
+    """Return True if a span starts before another one ends."""
     until = 0.0
     for span in row:
         if span.start < until:

@@ -28,7 +28,7 @@ def least_of(error: PlanError) -> float:
     return float(text)
 
 
-def test_a_refit_keeps_to_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_moved_keep_to_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     """1F1B fits in 2. Its backwards were cut in halves, between which a rank holds more, and 2.5 was printed."""
     plan = auto_schedule(
         ranks=2, microbatches=4, costs=GROWING, memory_limit=2, placement="loop", chunks=1, time_budget=0.05
