@@ -1,4 +1,8 @@
-"""When things run: plans made from whole numbers, without torch; printed, proven, simulated, drawn and executed.
+"""Schedules as plans: the actions of every rank in one training step, from whole numbers and without torch.
+
+Plans are made by name or searched, lowered to messages, proven, simulated and drawn. Read `action` and `plan` first,
+then `rules`, the dependencies between actions, and `walk`, the one way through a plan. Schedules are in `families`, one
+file per family, registered by the decorator `schedule`.
 
 >>> plan = plan_for("1F1B", ranks=2, microbatches=2)
 >>> print(plan.grid())
@@ -9,15 +13,14 @@ rank 1 │ ·   1F0 1B0 1F1 1B1 ·
 (9.0, 0.333)
 """
 
-from . import families as families  # registers the schedules
-from . import lower, render
-from .action import Action, Op, overlap, parse_action, transfer
+from . import families, lower, render
+from .action import Action, Op, Rows, overlap, parse_action, transfer
 from .auto import FoundPlan, auto_schedule, search_schedule
 from .compare import Comparison, compare
 from .costs import Costs, Link
 from .placement import Placement
 from .plan import Plan
-from .registry import plan_for, schedule_names
+from .registry import plan_for, schedule, schedule_names
 from .report import Report
 from .rules import Dataflow, dependencies
 from .simulate import simulate
@@ -36,39 +39,43 @@ __all__ = [
     "Placement",
     "Plan",
     "Report",
+    "Rows",
     "Span",
     "Timeline",
-    "compare",
     "auto_schedule",
+    "compare",
     "dependencies",
+    "families",
     "find_faults",
     "lower",
     "overlap",
     "parse_action",
     "plan_for",
     "render",
+    "schedule",
     "schedule_names",
     "search_schedule",
     "simulate",
     "transfer",
 ]
+
+# For the other rooms.
 from .action import COMPUTE as COMPUTE
 from .action import RECEIVES as RECEIVES
 from .action import SENDS as SENDS
 from .action import TRANSFERS as TRANSFERS
-from .action import Rows as Rows
-from .auto.problem import problem_for as problem_for
-from .auto.timing import lower_bound as lower_bound
+from .auto import lower_bound as lower_bound
+from .auto import problem_for as problem_for
+from .lower import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
 from .lower import add_bubbles as add_bubbles
 from .lower import add_reduce_grad as add_reduce_grad
 from .lower import add_reduce_ties as add_reduce_ties
+from .lower import add_transfers as add_transfers
 from .lower import drop_bubbles as drop_bubbles
 from .lower import drop_reduce_ties as drop_reduce_ties
-from .lower.reorder import merge_row as merge_row
-from .lower.sharding import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
-from .lower.sharding import shard_row as shard_row
-from .lower.sharding import spliced as spliced
-from .lower.transfers import add_transfers as add_transfers
+from .lower import merge_row as merge_row
+from .lower import shard_row as shard_row
+from .lower import spliced as spliced
 from .plan_text import load_csv as load_csv
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family

@@ -8,11 +8,12 @@ from ...errors import PlanError
 from ...text import did_you_mean
 from ..action import Op
 from ..plan import Plan, collector_paused
-from .reorder import add_bubbles, drop_bubbles, merge_backwards, receive_early, receive_late
-from .sharding import add_reduce_grad, add_unshard_reshard
+from .reorder import add_bubbles, drop_bubbles, merge_backwards, merge_row, receive_early, receive_late
+from .sharding import GIVES_WEIGHT_GRADIENT, add_reduce_grad, add_unshard_reshard, shard_row, spliced
 from .transfers import add_reduce_ties, add_transfers, drop_reduce_ties
 
 __all__ = [
+    "GIVES_WEIGHT_GRADIENT",
     "add_bubbles",
     "add_reduce_grad",
     "add_reduce_ties",
@@ -22,8 +23,11 @@ __all__ = [
     "drop_reduce_ties",
     "lower",
     "merge_backwards",
+    "merge_row",
     "receive_early",
     "receive_late",
+    "shard_row",
+    "spliced",
 ]
 
 _RECEIVES: dict[str, Callable[[Plan], Plan]] = {

@@ -82,7 +82,7 @@ def is_neutral(op: Op) -> bool:
 
 
 def _luminance(colour: str) -> float:
-    """Return the relative luminance of a colour such as "#0072b2", from 0 (black) to 1 (white), as WCAG 2 defines it."""
+    """Return the relative luminance of a colour such as "#0072b2": 0 for black, 1 for white (WCAG 2)."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _parts(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
