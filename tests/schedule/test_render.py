@@ -187,7 +187,7 @@ def test_a_trace_needs_a_known_unit_and_a_picture_does_not() -> None:
 
 @pytest.mark.parametrize("width", [15, 0, -3])
 def test_a_width_that_holds_no_picture_is_refused(width: int) -> None:
-    with pytest.raises(PlanError, match=f"width={width}: the picture needs 16 characters a line, or more."):
+    with pytest.raises(PlanError, match=f"width={width}: the picture needs 16 characters per line, or more."):
         render.text(TWO, width=width)
 
 
