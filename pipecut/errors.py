@@ -117,6 +117,10 @@ class StageMetadataError(PipeError, RuntimeError):
 class TooFewSamplesError(InputError, AssertionError):
     """Fewer samples than microbatches; also an AssertionError, for callers that catch that."""
 
+    def __init__(self, text: str, samples: int = 0) -> None:
+        super().__init__(text)
+        self.samples = samples
+
 
 class PlacementError(InputError, AssertionError):
     """DTensors that lie differently on their mesh, or DTensors and plain tensors, which cannot be joined."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PipeError, SpecCountError
+from ..errors import PipeError, SpecCountError, TooFewSamplesError
 from ..stage import CustomReducer as _CustomReducer
 from ..stage import LossReducer as _LossReducer
 from ..stage import Replicate as _Replicate
@@ -70,7 +70,12 @@ def split_args_kwargs_into_chunks(
             f"kwargs_chunk_spec is for {_names(kwargs_chunk_spec)}, and the keyword arguments are {_names(kwargs)}: "
             "give one for each, None for one that is cut in the default way, or leave it out"
         )
-    return _split_call(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, fewer=True)
+    try:
+        return _split_call(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec)
+    except TooFewSamplesError as error:
+        if not error.samples:
+            raise
+        return _split_call(args, kwargs, error.samples, args_chunk_spec, kwargs_chunk_spec)
 
 
 def _names(entries: Mapping[str, Any]) -> str:

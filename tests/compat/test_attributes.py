@@ -1,4 +1,4 @@
-"""Attributes and options that code written for the peer reads, sets or passes."""
+"""Attributes and options that code written for upstream reads, sets or passes."""
 
 from __future__ import annotations
 

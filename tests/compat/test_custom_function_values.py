@@ -26,7 +26,7 @@ def doubled(value: Any) -> Any:
 
 
 class Changes:
-    """A function for forwards and one for backwards, as written for the peer, that change one of what they pass."""
+    """A function for forwards and one for backwards, as written for upstream, that change one of what they pass."""
 
     def __init__(self, **changes: Change) -> None:
         self.changes = changes

@@ -1,4 +1,4 @@
-"""DTensors by the peer's names, and stages whose modules are tensor parallel."""
+"""DTensors by upstream's names, and stages whose modules are tensor parallel."""
 
 from __future__ import annotations
 

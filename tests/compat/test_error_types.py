@@ -1,4 +1,4 @@
-"""Errors are of the kinds that code written for the peer catches, in one process and on ranks."""
+"""Errors are of the kinds that code written for upstream catches, in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_private_name_is_no_schedule() -> None:
 
 
 def test_forwards_only_have_no_loss() -> None:
-    """The loss was computed, where code for the peer expects to be told that it is not."""
+    """The loss was computed, where code for upstream expects to be told that it is not."""
     x = torch.ones(4, 4)
     schedule = schedules._ScheduleForwardOnly(one_stage(), 2, loss_fn=nn.functional.mse_loss)
     for options, named in (

@@ -1,4 +1,4 @@
-"""The output of a model that pipecut.compat has cut is handed over as the peer does: its tensors, and no structure."""
+"""The output of a model that pipecut.compat has cut is handed over as upstream does: its tensors, and no structure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def built_by_class(pipe: compat.Pipe) -> list[PipelineStage]:
     return [compat.stage._PipelineStage(pipe.get_stage_module(index), index, info, "cpu") for index in range(2)]
 
 
-# What comes out of pipe(x) of 2 samples, and what loss_fn gets: seen with the peer, but for the last two.
+# What comes out of pipe(x) of 2 samples, and what loss_fn gets: seen with upstream, but for the last two.
 OUTPUTS: dict[str, tuple[MakeOutput, Any, Any]] = {
     "tensor": (lambda y, h: y, ([2, 5],), [2, 5]),
     "dict": (lambda y, h: {"logits": y}, ([2, 5],), [2, 5]),
@@ -86,7 +86,7 @@ OUTPUTS: dict[str, tuple[MakeOutput, Any, Any]] = {
 @pytest.mark.parametrize("build", [built, built_from_info, built_by_class])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_tensors_are_handed_over_without_their_structure(name: str, build: Any) -> None:
-    """Models that return dicts gave loss_fn the dict, and a loss_fn written for the peer failed with it."""
+    """Models that return dicts gave loss_fn the dict, and a loss_fn written for upstream failed with it."""
     make, called, given = OUTPUTS[name]
     model, pipe = cut(make)
     x, y = torch.randn(4, 4), torch.zeros(4)
@@ -168,7 +168,7 @@ def test_verify_compares_what_is_handed_over() -> None:
     assert verify(pipe, model, (x,), y, nn.functional.mse_loss).ok
 
 
-def test_the_info_has_what_the_peers_has() -> None:
+def test_the_info_has_what_upstreams_has() -> None:
     _, pipe = cut(lambda y, h: y)
     info = pipe.info()
     assert (info.has_loss_and_backward, pipe.has_loss_and_backward, info.num_stages) == (False, False, 2)
@@ -181,7 +181,7 @@ def test_the_info_has_what_the_peers_has() -> None:
     assert pickle.loads(pickle.dumps(info)).flat_output == info.flat_output
 
 
-def test_a_published_model_with_a_loss_fn_for_the_peer() -> None:
+def test_a_published_model_with_a_loss_fn_for_upstream() -> None:
     """A ModelOutput with logits only is a tensor there."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

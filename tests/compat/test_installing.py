@@ -1,4 +1,4 @@
-"""pipecut takes the peer's place: in this process, in new ones, and for scripts; and gives it back."""
+"""pipecut takes upstream's place: in this process, in new ones, and for scripts; and gives it back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from pipecut.compat.installing import MODULES, PEER, install, uninstall
+from pipecut.compat.installing import MODULES, UPSTREAM, install, uninstall
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
@@ -33,7 +33,7 @@ def run(*arguments: str) -> str:
 
 
 def test_installed_here_and_restored(environment: None) -> None:
-    before = {name: module for name, module in sys.modules.items() if name.startswith(PEER)}
+    before = {name: module for name, module in sys.modules.items() if name.startswith(UPSTREAM)}
     attribute = getattr(torch.distributed, "pipelining", None)
     path = os.environ["PYTHONPATH"]
     for _ in range(2):
@@ -47,9 +47,9 @@ def test_installed_here_and_restored(environment: None) -> None:
 
         assert pipelining is pipecut.compat is torch.distributed.pipelining
         assert PipelineStage is pipecut.PipelineStage
-        assert all(f"{PEER}.{name}" in sys.modules for name in MODULES)
+        assert all(f"{UPSTREAM}.{name}" in sys.modules for name in MODULES)
         uninstall()
-        assert {name: module for name, module in sys.modules.items() if name.startswith(PEER)} == before
+        assert {name: module for name, module in sys.modules.items() if name.startswith(UPSTREAM)} == before
         assert getattr(torch.distributed, "pipelining", None) is attribute
         assert os.environ["PYTHONPATH"] == path
         assert "PIPECUT_COMPAT" not in os.environ
@@ -120,11 +120,11 @@ def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_
     assert run(str(script), method, str(tmp_path / "store")) == "pipecut.compat.schedules 2"
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("script", "ranks"), [("peer_traced.py", 2), ("peer_fsdp.py", 4)])
-def test_a_script_for_the_peer_has_the_same_losses_on_both(environment: None, script: str, ranks: int) -> None:
+@pytest.mark.parametrize(("script", "ranks"), [("upstream_traced.py", 2), ("upstream_fsdp.py", 4)])
+def test_a_script_for_upstream_has_the_same_losses_on_both(environment: None, script: str, ranks: int) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     losses = []
     for way in ((), ("-m", "pipecut.compat")):

@@ -1,4 +1,4 @@
-"""Calls cut into microbatches and results merged by the peer's functions: the same values, and kinds of errors."""
+"""Calls cut into microbatches and results merged by upstream's functions: the same values, and kinds of errors."""
 
 from __future__ import annotations
 

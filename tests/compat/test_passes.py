@@ -1,4 +1,4 @@
-"""The lowering passes give the lists that the peer's own functions give, and files written by one load in the other."""
+"""The lowering passes give the lists that upstream's own functions give, and files written by one load in the other."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def order(texts: Iterable[str]) -> dict[int, list[Any]]:
     return {rank: [ours._Action.from_str(cell) for cell in row.split(" ")] for rank, row in enumerate(texts)}
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.parametrize("setting", GRID, ids=str)
-def test_every_pass_gives_what_the_peers_gives(setting: tuple[str, int, int, int]) -> None:
-    from torch.distributed.pipelining import schedules as peers
+def test_every_pass_gives_what_upstreams_gives(setting: tuple[str, int, int, int]) -> None:
+    from torch.distributed.pipelining import schedules as upstream
 
     name, ranks, chunks, microbatches = setting
     mine = dict(enumerate(get_schedule_ops(name, ranks, microbatches, chunks)))
-    theirs = {rank: [peers._Action.from_str(repr(each)) for each in row] for rank, row in mine.items()}
+    theirs = {rank: [upstream._Action.from_str(repr(each)) for each in row] for rank, row in mine.items()}
     where, stages = placement(name, ranks, chunks).rank_of.__getitem__, ranks * chunks
 
     def same(function: str, *args: Any) -> Any:
-        """Call a function of both, and compare; the peer's changes what it gets."""
+        """Call a function of both, and compare; upstream's changes what it gets."""
         results = []
-        for module, row in ((ours, args[0]), (peers, args[1])):
+        for module, row in ((ours, args[0]), (upstream, args[1])):
             copied = {key: list(value) for key, value in row.items()} if isinstance(row, dict) else list(row)
             results.append(getattr(module, function)(copied, *args[2:]))
         assert texts(results[0]) == texts(results[1]), function
@@ -68,42 +68,42 @@ def test_every_pass_gives_what_the_peers_gives(setting: tuple[str, int, int, int
         same("_add_reduce_grad", mine[rank], theirs[rank], microbatches)
     bare = same("_add_send_recv", mine, theirs, where, stages)
     same("_defer_recv_ops", *bare, where)
-    if name != "DualPipeV":  # the peer's simulator does not know overlaps
+    if name != "DualPipeV":  # upstream's simulator does not know overlaps
         same("_simulate_comms_compute", *bare, where, stages)
     sharded = [
         {
             rank: module._add_reduce_grad(module._add_unshard_reshard(list(row)), microbatches)
             for rank, row in rows.items()
         }
-        for module, rows in ((ours, mine), (peers, theirs))
+        for module, rows in ((ours, mine), (upstream, theirs))
     ]
     same("_defer_recv_ops", *same("_add_send_recv", *sharded, where, stages), where)
     for step in (None, 1):
-        assert ours._format_pipeline_order(mine, step) == peers._format_pipeline_order(theirs, step)
-    assert ours._validate_schedule(mine, ranks, stages, microbatches) == peers._validate_schedule(
+        assert ours._format_pipeline_order(mine, step) == upstream._format_pipeline_order(theirs, step)
+    assert ours._validate_schedule(mine, ranks, stages, microbatches) == upstream._validate_schedule(
         theirs, ranks, stages, microbatches
     )
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.parametrize("setting", GRID, ids=str)
-def test_the_orders_of_built_in_schedules_are_the_peers(setting: tuple[str, int, int, int]) -> None:
-    from torch.distributed.pipelining import _schedule_visualizer as peers
+def test_the_orders_of_built_in_schedules_are_upstreams(setting: tuple[str, int, int, int]) -> None:
+    from torch.distributed.pipelining import _schedule_visualizer as upstream
 
     name, ranks, chunks, microbatches = setting
-    theirs = peers.get_schedule_ops(name, ranks, microbatches, chunks)
+    theirs = upstream.get_schedule_ops(name, ranks, microbatches, chunks)
     without_bubbles = [[action for action in row if action is not None] for row in theirs]
     assert [texts(row) for row in get_schedule_ops(name, ranks, microbatches, chunks)] == [
         texts(row) for row in without_bubbles
     ]
-    with_comms = peers.get_schedule_ops(name, ranks, microbatches, chunks, with_comms=True)
+    with_comms = upstream.get_schedule_ops(name, ranks, microbatches, chunks, with_comms=True)
     mine = get_schedule_ops(name, ranks, microbatches, chunks, with_comms=True)
     assert [texts(row) for row in mine] == [texts(row) for row in with_comms]
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 def test_files_written_by_one_load_in_the_other(tmp_path: Path) -> None:
-    from torch.distributed.pipelining import schedules as peers
+    from torch.distributed.pipelining import schedules as upstream
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     def on_paper(base: Any) -> list[Any]:
@@ -118,12 +118,12 @@ def test_files_written_by_one_load_in_the_other(tmp_path: Path) -> None:
 
     for kind in ("compute_only", "compute_comms"):
         one = ours.ScheduleInterleaved1F1B(on_paper(own_base), 4)
-        other = peers.ScheduleInterleaved1F1B(on_paper(_PipelineStageBase), 4)
+        other = upstream.ScheduleInterleaved1F1B(on_paper(_PipelineStageBase), 4)
         one._dump_csv(str(tmp_path / "ours.csv"), kind)
         other._dump_csv(str(tmp_path / "theirs.csv"), kind)
         ours_again = ours._PipelineScheduleRuntime(on_paper(own_base), 4)
         ours_again._load_csv(str(tmp_path / "theirs.csv"), kind)
-        theirs_again = peers._PipelineScheduleRuntime(on_paper(_PipelineStageBase), 4)
+        theirs_again = upstream._PipelineScheduleRuntime(on_paper(_PipelineStageBase), 4)
         theirs_again._load_csv(str(tmp_path / "ours.csv"), kind)
         assert texts(ours_again.pipeline_order_with_comms) == texts(other.pipeline_order_with_comms)
         assert {

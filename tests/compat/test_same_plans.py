@@ -8,7 +8,7 @@ from pipecut.errors import PlanError
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.registry import plan_for
 
-pytestmark = pytest.mark.peer
+pytestmark = pytest.mark.upstream
 
 RANKS = range(1, 9)
 MICROBATCHES = (1, 2, 3, 4, 6, 7, 9, 16, 17, 24)
@@ -30,7 +30,7 @@ SETTINGS = [
 ]
 
 
-def _order_of_peer(name: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
+def _order_of_upstream(name: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     rows = get_schedule_ops(name, ranks, microbatches, chunks)
@@ -43,7 +43,7 @@ def _order(plan: Plan) -> list[list[str]]:
     return [[repr(action) for action in row] for row in plan.actions]
 
 
-def _refused_by_peer(name: str, ranks: int, microbatches: int) -> bool:
+def _refused_by_upstream(name: str, ranks: int, microbatches: int) -> bool:
     """Counts for which it has no plan, though there is one (DualPipeV has none either way)."""
     if name == "1F1B":
         return microbatches < ranks
@@ -68,11 +68,11 @@ def _mended(name: str, order: list[list[str]]) -> list[list[str]]:
 def test_same_order(name: str, ranks: int, chunks: int) -> None:
     compared = 0
     for microbatches in MICROBATCHES:
-        if _refused_by_peer(name, ranks, microbatches):
+        if _refused_by_upstream(name, ranks, microbatches):
             with pytest.raises(ValueError, match="microbatches"):
-                _order_of_peer(name, ranks, microbatches, chunks)
+                _order_of_upstream(name, ranks, microbatches, chunks)
             continue
-        theirs = _order_of_peer(name, ranks, microbatches, chunks)
+        theirs = _order_of_upstream(name, ranks, microbatches, chunks)
         plan = plan_for(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
         assert _order(plan) == _mended(name, theirs)
         compared += 1
@@ -81,7 +81,7 @@ def test_same_order(name: str, ranks: int, chunks: int) -> None:
 
 def test_its_1f1b_cannot_run_on_the_last_rank() -> None:
     """The day that this fails, `_mended` can go."""
-    last = _order_of_peer("1F1B", 3, 4, 1)[-1]
+    last = _order_of_upstream("1F1B", 3, 4, 1)[-1]
     assert last == "2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3".split()
     rows = [*_order(plan_for("1F1B", ranks=3, microbatches=4))[:-1], last]
     with pytest.raises(PlanError, match="there is no microbatch 4"):
@@ -95,7 +95,7 @@ def test_what_it_refuses_has_a_plan(name: str) -> None:
         (ranks, microbatches)
         for ranks in RANKS
         for microbatches in MICROBATCHES
-        if _refused_by_peer(name, ranks, microbatches)
+        if _refused_by_upstream(name, ranks, microbatches)
     ]
     assert len(refused) > 10
     for ranks, microbatches in refused:

@@ -48,12 +48,12 @@ def stage_of(action: Any, ctx: Any) -> Any:
 
 
 def test_an_order_without_reductions_is_scaled_too() -> None:
-    """The peer divides in REDUCE_GRAD, so that there an order without it leaves sums."""
+    """Upstream divides in REDUCE_GRAD, so that there an order without it leaves sums."""
     assert_as_uncut(run(order("", "")), 2)
 
 
 def test_a_function_in_their_place_is_warned_of_and_nothing_is_scaled_twice() -> None:
-    """It was silent: a function that divided, as it must with the peer, made gradients too small."""
+    """It was silent: a function that divided, as it must with upstream, made gradients too small."""
     called: list[int] = []
     with pytest.warns(PipeWarning, match=WARNING) as told:
         found = run(REDUCING, lambda action, ctx: called.append(action.stage_index))

@@ -1,4 +1,4 @@
-"""A stage does one microbatch at a time under the peer's names, with the gradients of the uncut model."""
+"""A stage does one microbatch at a time under upstream's names, with the gradients of the uncut model."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def perceptron() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
 
 
-def test_backwards_by_the_peers_names() -> None:
+def test_backwards_by_upstreams_names() -> None:
     model, x = perceptron()
     whole = stage_backward(model(x), torch.ones(3, 4), [x])
     wanted = [parameter.grad for parameter in model.parameters()]

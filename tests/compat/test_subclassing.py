@@ -1,4 +1,4 @@
-"""Schedules and stages that derive from the peer's base classes run through the one executor."""
+"""Schedules and stages that derive from upstream's base classes run through the one executor."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_the_order_may_be_set_anew() -> None:
         assert [repr(action) for action in schedule.pipeline_order[0]] == order.split("|")[0].split()
 
 
-def written_for_the_peer(seen: list[Any]) -> Any:
+def written_for_upstream(seen: list[Any]) -> Any:
     """A function for overlaps that waits for its inputs itself, and hands over what stays on its rank."""
 
     def overlapped(action: Any, ctx: Any) -> None:
@@ -268,12 +268,12 @@ def written_for_the_peer(seen: list[Any]) -> Any:
     return overlapped
 
 
-def test_a_custom_function_written_for_the_peer_runs() -> None:
+def test_a_custom_function_written_for_upstream_runs() -> None:
     stages = [PipelineStage(layer, index, 4, "cpu") for index, layer in enumerate(layers(4))]
     schedule = schedules.ScheduleDualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, ranks=2)
     seen: list[Any] = []
     schedule.register_custom_function(
-        computation_type=schedules.OVERLAP_F_B, custom_function=written_for_the_peer(seen)
+        computation_type=schedules.OVERLAP_F_B, custom_function=written_for_upstream(seen)
     )
     x, y = batch()
     schedule.step(x, target=y)
@@ -287,7 +287,7 @@ def overlap_on_ranks(rank: int) -> tuple[dict[str, Tensor], list[float], int]:
     stages = [PipelineStage(made[index], index, 4, "cpu") for index in ([0, 3], [1, 2])[rank]]
     schedule = schedules.ScheduleDualPipeV(stages, 4, loss_fn=nn.functional.mse_loss)
     seen: list[Any] = []
-    schedule.register_custom_function(schedules.OVERLAP_F_B, written_for_the_peer(seen))
+    schedule.register_custom_function(schedules.OVERLAP_F_B, written_for_upstream(seen))
     x, y = batch()
     losses: list[Tensor] = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Every name of the surface is there, and takes the arguments that code written for the peer passes."""
+"""Every name of the surface is there, and takes the arguments that code written for upstream passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SURFACE = {
     "_schedule_visualizer": "get_schedule_ops visualize_schedule add_schedule_op_spacing OpKey",
     "_debug": "friendly_debug_info map_debug_info",
 }
-IMPORTED = {  # names that the peer's modules have by their imports, and what pipecut has for them
+IMPORTED = {  # names that upstream's modules have by their imports, and what pipecut has for them
     "schedules": "_PipelineStageBase _RecvInfo InferenceMode generate_rank_to_stage_mapping "
     "generate_stage_to_rank_mapping merge_chunks split_args_kwargs_into_chunks _split_tensor logger",
     "stage": "_TensorMeta _DTensorMeta _StageMeta _StageForwardMeta _StageBackwardMeta _MeshCache TensorMeta "
@@ -89,9 +89,9 @@ SIGNED = [
 OTHER_WORDS = {"dist", "sum_reducer"}  # no signature of their own, or a longer one
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.parametrize(("module", "name"), [each for each in SIGNED if each[1] not in OTHER_WORDS])
-def test_a_signature_takes_what_the_peers_takes(module: str, name: str) -> None:
+def test_a_signature_takes_what_upstreams_takes(module: str, name: str) -> None:
     theirs = getattr(module_of("torch.distributed.pipelining", module), name, None)
     ours = getattr(module_of("pipecut.compat", module), name)
     if theirs is None or name in ("annotate_split_points", "_outline_submodules"):
@@ -116,7 +116,7 @@ def assert_takes(name: str, ours: object, theirs: object) -> None:
             assert list(mine)[place] == key, f"{name} takes {key} at another place"
             assert mine[key].kind is not inspect.Parameter.KEYWORD_ONLY, f"{name} takes {key} by name only"
         if key in mine and not needed:
-            assert mine[key].default is not inspect.Parameter.empty, f"{name} needs {key}, and the peer does not"
+            assert mine[key].default is not inspect.Parameter.empty, f"{name} needs {key}, and upstream does not"
 
 
 METHODS = {
@@ -137,20 +137,20 @@ METHODS = {
 }
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     ("module", "kind", "method"),
     [(module, kind, method) for (module, kind), methods in METHODS.items() for method in methods.split()],
 )
-def test_a_method_takes_what_the_peers_takes(module: str, kind: str, method: str) -> None:
+def test_a_method_takes_what_upstreams_takes(module: str, kind: str, method: str) -> None:
     theirs = getattr(getattr(module_of("torch.distributed.pipelining", module), kind), method)
     ours = getattr(getattr(module_of("pipecut.compat", module), kind), method)
     assert_takes(f"{kind}.{method}", ours, theirs)
 
 
-@pytest.mark.peer
+@pytest.mark.upstream
 @pytest.mark.parametrize("name", [*(f"Schedule{name}" for name in BUILT_IN), "PipelineScheduleMulti"])
-def test_the_options_of_a_schedule_have_the_peers_places(name: str) -> None:
+def test_the_options_of_a_schedule_have_upstreams_places(name: str) -> None:
     wanted = parameters(getattr(module_of("torch.distributed.pipelining", "schedules"), name))
     mine = parameters(getattr(schedules, name))
     assert list(mine)[: len(wanted)] == list(wanted)
@@ -159,7 +159,7 @@ def test_the_options_of_a_schedule_have_the_peers_places(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [(module, name) for module in IMPORTED for name in IMPORTED[module].split()]
 )
-def test_a_name_that_the_peer_s_module_imports_is_there(module: str, name: str) -> None:
+def test_a_name_that_upstreams_module_imports_is_there(module: str, name: str) -> None:
     assert hasattr(module_of("pipecut.compat", module), name)
 
 
@@ -202,7 +202,7 @@ def test_bases_are_found_by_name() -> None:
     assert isinstance(error.value, pipecut.PipeError)
 
 
-def test_a_star_import_brings_the_peers_names_and_no_more() -> None:
+def test_a_star_import_brings_upstreams_names_and_no_more() -> None:
     """A user's `stage` or `install` was overwritten by `from torch.distributed.pipelining import *`."""
     names: dict[str, object] = {}
     exec("from pipecut.compat import *", names)
@@ -217,7 +217,7 @@ def test_a_replaced_name_says_what_to_use() -> None:
         annotate_split_points(None, {})
 
 
-def test_compat_does_not_import_the_peer() -> None:
+def test_compat_does_not_import_upstream() -> None:
     code = """
         import sys, pipecut.compat
         assert not [name for name in sys.modules if name.startswith("torch.distributed.pipelining")]

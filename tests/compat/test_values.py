@@ -1,4 +1,4 @@
-"""What the peer's _utils, microbatch, _debug and _IR do with values, done alike."""
+"""What upstream's _utils, microbatch, _debug and _IR do with values, done alike."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_stage_metas_and_meshes() -> None:
     assert len(found) == 1
 
 
-def test_microbatches_by_the_peers_names() -> None:
+def test_microbatches_by_upstreams_names() -> None:
     args, kwargs = microbatch.split_args_kwargs_into_chunks((torch.ones(4, 2),), {"y": torch.ones(4), "n": None}, 2)
     assert [len(arg) for (arg,) in args] == [2, 2]
     assert kwargs[1]["n"] is None
@@ -247,7 +247,7 @@ def test_a_place_that_is_marked_and_named_is_one_cut(name: str, side: _IR.SplitP
     torch.testing.assert_close(pipe(x)[0], model(x))
 
 
-def test_sequences_and_losses_of_the_peer() -> None:
+def test_sequences_and_losses_of_upstream() -> None:
     modules = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     assert _IR.Pipe.from_tracing(_IR.PipeSequential.from_sequential(modules), (torch.ones(4, 3),)).num_stages == 3
     wrapped = _IR.TrivialLossWrapper(modules, nn.functional.mse_loss)

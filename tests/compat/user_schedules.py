@@ -1,4 +1,4 @@
-"""Schedules as users of the peer write them: orders with bubbles, set in the constructor."""
+"""Schedules as users of upstream write them: orders with bubbles, set in the constructor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReorderedB(_PipelineScheduleRuntime):
 
 
 class FilledLater(VShaped):
-    """Sets an empty dict, and fills it rank by rank, as the peer's own schedules do."""
+    """Sets an empty dict, and fills it rank by rank, as upstream's own schedules do."""
 
     n_stages, microbatches = 2, 1
 

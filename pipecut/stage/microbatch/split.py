@@ -49,12 +49,8 @@ def split_args_kwargs_into_chunks(
     chunks: int,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
-    *,
-    fewer: bool = False,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Return the positional and the keyword arguments of each microbatch; see `split_by_specs`.
-
-    With `fewer`, too few samples make fewer microbatches instead of an error.
 
     >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5), "gelu"), {"y": torch.arange(5)}, 2)
     >>> args
@@ -62,7 +58,7 @@ def split_args_kwargs_into_chunks(
     >>> kwargs
     [{'y': tensor([0, 1, 2])}, {'y': tensor([3, 4])}]
     """
-    made = split_by_specs(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, fewer=fewer)
+    made = split_by_specs(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec)
     return made.args, made.kwargs
 
 
@@ -72,8 +68,6 @@ def split_by_specs(
     chunks: int,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
-    *,
-    fewer: bool = False,
 ) -> Microbatches:
     """Cut a call as the specs say.
 
@@ -99,7 +93,7 @@ def split_by_specs(
         *match_specs(args_chunk_spec, call.args, "args_chunk_spec", "cut"),
         *match_specs(kwargs_chunk_spec, call.kwargs, "kwargs_chunk_spec", "cut"),
     ]
-    return _split(call, chunks, rules, knows_batch=False, fewer=fewer)
+    return _split(call, chunks, rules, knows_batch=False)
 
 
 def split_by_dims(
@@ -185,9 +179,9 @@ class _Leaf:
         return pieces
 
 
-def _split(call: Call, chunks: int, rules: Sequence[Rule], knows_batch: bool, fewer: bool = False) -> Microbatches:
+def _split(call: Call, chunks: int, rules: Sequence[Rule], knows_batch: bool) -> Microbatches:
     leaves = [_Leaf.of(name, value, rule) for (name, value), rule in zip(call.named, rules, strict=True)]
-    sizes = _agreed_sizes(call, leaves, chunks, knows_batch, fewer)
+    sizes = _agreed_sizes(call, leaves, chunks, knows_batch)
     in_order = _agreed_order([leaf for leaf in leaves if leaf.samples is not None])
     chunks = chunks if sizes is None else len(sizes)
     pieces = _cut_all(leaves, (1,) * chunks if sizes is None else sizes)
@@ -235,13 +229,8 @@ def even_sizes(samples: int, chunks: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (chunks - larger)
 
 
-def _agreed_sizes(
-    call: Call, leaves: Sequence[_Leaf], chunks: int, knows_batch: bool, fewer: bool
-) -> tuple[int, ...] | None:
-    """Return the sizes of the microbatches; None if no leaf has samples.
-
-    With `fewer`, too few samples make fewer microbatches, of one sample each.
-    """
+def _agreed_sizes(call: Call, leaves: Sequence[_Leaf], chunks: int, knows_batch: bool) -> tuple[int, ...] | None:
+    """Return the sizes of the microbatches; None if no leaf has samples."""
     counted = [leaf for leaf in leaves if leaf.samples is not None]
     totals = collections.Counter(leaf.samples or 0 for leaf in counted)
     if not totals:
@@ -255,15 +244,14 @@ def _agreed_sizes(
         else:
             lines += _other_specs(call, leaves, total)
         raise InputError("\n".join(lines))
-    if fewer and 0 < total < chunks:
-        return even_sizes(total, total)
     if total < chunks:
         first = counted[0]
         shape = "" if first.dim is None else f" has shape {list(first.value.shape)},"
         most = f", or ask for fewer microbatches, at most {total}" if total else ""
         raise TooFewSamplesError(
             f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches "
-            f"({first.name}{shape} cut {first.way}): pass at least {chunks}{most}"
+            f"({first.name}{shape} cut {first.way}): pass at least {chunks}{most}",
+            total,
         )
     return even_sizes(total, chunks)
 

@@ -1,9 +1,9 @@
 """Written for torch.distributed.pipelining: hand-written stages, fully_shard x pipeline, on 2 x 2 ranks.
 
-It runs on the peer and on pipecut alike, with the same losses:
+It runs on upstream and on pipecut alike, with the same losses:
 
-    torchrun --nproc-per-node 4 examples/peer_fsdp.py
-    torchrun --nproc-per-node 4 -m pipecut.compat examples/peer_fsdp.py
+    torchrun --nproc-per-node 4 examples/upstream_fsdp.py
+    torchrun --nproc-per-node 4 -m pipecut.compat examples/upstream_fsdp.py
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Written for torch.distributed.pipelining: a model traced and cut, one stage on each of 2 ranks.
 
-It runs on the peer and on pipecut alike, with the same losses:
+It runs on upstream and on pipecut alike, with the same losses:
 
-    torchrun --nproc-per-node 2 examples/peer_traced.py
-    torchrun --nproc-per-node 2 -m pipecut.compat examples/peer_traced.py
+    torchrun --nproc-per-node 2 examples/upstream_traced.py
+    torchrun --nproc-per-node 2 -m pipecut.compat examples/upstream_traced.py
 """
 
 import torch
