@@ -1,9 +1,12 @@
-"""What a cut model is: traces, specs, edges and the Pipe."""
+"""Traces of models and the values that describe a cut: operations, specs, nested structures, edges.
+
+Read traced.py first, then tracing/run.py.
+"""
 
 from .copies import clone as clone
 from .copies import quiet_subclass as quiet_subclass
 from .copies import stand_in_for_meta as stand_in_for_meta
-from .inputs import ambient_autocast as ambient_autocast
+from .inputs import active_autocast as active_autocast
 from .inputs import bind_inputs as bind_inputs
 from .inputs import read_example as read_example
 from .marker import is_mark as is_mark

@@ -1,4 +1,4 @@
-"""Copies of a module tree that share its tensors: what is done to a copy never reaches the user's model."""
+"""Copies of a module tree that share its tensors: changes of a copy never reach the user's model."""
 
 from __future__ import annotations
 
@@ -24,28 +24,23 @@ from ..torch_internals import (
     tensors_not_copied,
 )
 
-# MERGED: Subclasses made at run time, without telling the user's class about them.
-
 
 class _Quiet:
-    """Comes first among the bases, so that the __init_subclass__ of the user's class does not run."""
+    """First of the bases, so that the __init_subclass__ of the user's class does not run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
 
 def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) -> type[nn.Module]:
-    """A class that reads as `cls`, is one, and has other members."""
+    """Make a subclass with the name of `cls` and other members; `cls` does not hear of it."""
     name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     quiet = () if issubclass(cls, _Quiet) else (_Quiet,)
     return type(cls.__name__, (*quiet, *bases, cls), {**name, **members})
 
 
-# MERGED: A module without its tensors, for others that read its plain attributes.
-
-
 def _empty(module: nn.Module, path: str) -> None:
-    """Take the tensors from a module; who asks for one of them is told where it is.
+    """Take the tensors from a module that others read plain attributes of; reading a tensor raises.
 
     >>> import torch
     >>> linear = nn.Linear(2, 3)
@@ -54,7 +49,7 @@ def _empty(module: nn.Module, path: str) -> None:
     3
     >>> linear.weight
     Traceback (most recent call last):
-    pipecut.pipe_ir.emptied.AbsentTensorError: head.weight is asked for in a stage that does not hold 'head', by a \
+    pipecut.errors.AbsentTensorError: head.weight is asked for in a stage that does not hold 'head', by a \
 module that refers to it without having registered it: cut so that both are in one stage, or pass the tensor as an \
 argument
     """
@@ -78,12 +73,12 @@ def clone(
     model: nn.Module,
     absent: Collection[nn.Module] = (),
     replaced: Mapping[int, torch.Tensor] | None = None,
-    emptied: Mapping[nn.Module, str] | None = None,
+    without_tensors: Mapping[nn.Module, str] | None = None,
 ) -> nn.Module:
-    """A new module tree of the same classes over the same tensors; `absent` modules are left out.
+    """Return a new module tree of the same classes over the same tensors; `absent` modules are left out.
 
-    Of the absent ones, those that are `emptied`, here with their paths, are there for modules that refer to them
-    without having registered them: outside of the tree, without parameters and buffers.
+    Absent modules that are in `without_tensors`, with their paths, are copied without parameters and buffers, and
+    outside of the tree: modules that refer to them without having registered them can read their plain attributes.
 
     Tensors whose id is in `replaced` are others in the copy, wherever a module refers to them.
 
@@ -94,28 +89,28 @@ def clone(
     >>> other[0] is model[0], other[0].weight is model[0].weight
     (False, True)
     """
-    emptied = emptied or {}
+    without_tensors = without_tensors or {}
     left_out = {id(module) for module in absent}
-    memo: dict[int, Any] = dict.fromkeys(left_out - {id(module) for module in emptied})
+    memo: dict[int, Any] = dict.fromkeys(left_out - {id(module) for module in without_tensors})
     kept = [module for module in model.modules() if id(module) not in left_out]
-    for module in (*kept, *emptied):
+    for module in (*kept, *without_tensors):
         for shared in _shared_values(module):
             memo[id(shared)] = (replaced or {}).get(id(shared), shared)
         for value in vars(module).values():
             if type(value) in (collections.OrderedDict, dict, set) and not value:
                 memo[id(value)] = type(value)()  # most modules have a dozen of these; deepcopy is slow at each
-    copied, memo = _deepcopy(model, [*kept, *emptied], memo)
+    copied, memo = _deepcopy(model, [*kept, *without_tensors], memo)
     for module in kept:
         for name, child in children_of(module).items():
             if id(child) in left_out:
                 children_of(memo[id(module)]).pop(name, None)
-    for module, path in emptied.items():
+    for module, path in without_tensors.items():
         _empty(memo[id(module)], path)
     return copied
 
 
 def _shared_values(module: nn.Module) -> Iterator[Any]:
-    """What the copy has in common with the original: tensors, and callables that are not the module's own."""
+    """Yield the values that copy and original share: tensors, and callables that are not the module's own."""
     tensors = (*parameters_of(module).values(), *buffers_of(module).values())
     yield from (tensor for tensor in tensors if tensor is not None)
     for name, value in vars(module).items():
@@ -124,7 +119,7 @@ def _shared_values(module: nn.Module) -> Iterator[Any]:
 
 
 def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
-    """A bound method of a module, or torch's wrapper around one, must follow the module into its copy."""
+    """Return True for a method of a module, also wrapped by torch: it follows the module into its copy."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     if is_wrapped_hook(hook):
@@ -133,7 +128,7 @@ def _belongs_to_a_module(hook: Callable[..., Any]) -> bool:
 
 
 def _deepcopy(model: nn.Module, modules: list[nn.Module], memo: dict[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
-    """`copy.deepcopy` and its memo, sharing the attributes that cannot be copied (locks, files, process groups)."""
+    """Return a deepcopy and its memo; attributes that cannot be copied (locks, process groups) are shared."""
     attempt = dict(memo)
     try:
         with tensors_not_copied():
@@ -156,16 +151,13 @@ def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
     return True
 
 
-# MERGED: Stand-ins for tensors on the meta device: fake tensors that say they are on the CPU.
-# MERGED:
-# MERGED: On the meta device a tensor that the forward makes from Python values would lose them, and mix with no
-# MERGED: other device.
-
-
 def stand_in_for_meta(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Replace all parameters and buffers of a module tree by stand-ins; the stand-ins of the inputs."""
+    """Replace parameters and buffers on the meta device by fake tensors of the CPU; return those of the inputs.
+
+    On the meta device a tensor that the forward makes from Python values would lose them, and mix with no other device.
+    """
     with mode or FakeTensorMode(allow_non_fake_inputs=True):
         made: dict[int, torch.Tensor] = {}
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""How a call's arguments become the model inputs of a trace: by name, through the model's own signature."""
+"""Binding of a call's arguments to the inputs of a trace: by name, through the model's own signature."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Example:
     dynamic: DynamicDims = NOTHING_ASKED
 
     def call_with(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with their tensors replaced, in order."""
+        """Return the arguments with their tensors replaced, in order."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(self.call, leaves)
@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class _Nth(Atom):
-    """Stands for the nth leaf while arguments are bound to names."""
+    """Placeholder of the nth leaf while arguments are bound to names."""
 
     index: int
 
@@ -88,13 +88,13 @@ def _bind(signature: inspect.Signature, model_name: str, args: Any, kwargs: Any)
 
 
 def _pretty(path: tuple[str, ...]) -> str:
-    """`("['batch']", "['ids']")` as a user writes it: `batch['ids']`."""
+    """Return `("['batch']", "['ids']")` as a user writes it: `batch['ids']`."""
     first, *rest = path
     return first[2:-2] + "".join(rest)
 
 
 def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors of a call by the operation that they are the value of; what the trace cannot take is an error."""
+    """Return the tensors of a call by the index of their values in the trace; raise if the call does not fit it."""
     model_name = call.model_name
     leaves, structure = flatten(_bind(call.signature, model_name, args, kwargs))
     given = dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
@@ -131,7 +131,7 @@ def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
 
 
 def _inside(path: str, others: Sequence[str]) -> list[str]:
-    """Those that lead into the value at a path."""
+    """Return the paths that lead into the value at a path."""
     return [other for other in others if other.startswith((f"{path}[", f"{path}."))]
 
 
@@ -179,7 +179,7 @@ def _name_of(entry: TracedInput, dim: int, fixed: Sequence[FixedDim]) -> str:
 
 
 def _why_fixed(entry: TracedInput, dim: int, fixed: Sequence[FixedDim]) -> str:
-    """Why a size is a number in the trace, and what can be done about it."""
+    """Return the reason for which a size is a number in the trace, and the remedy."""
     for place in fixed:
         if (place.path, place.dim) == (entry.path, dim):
             return f"it was fixed by the model's code{f' at {place.source}' if place.source else ''}"
@@ -199,14 +199,11 @@ def _brief(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-# MERGED: The torch.autocast that a call is made under: a trace holds for the dtypes that it gives.
-
-
-def ambient_autocast() -> str:
-    """In words, '' if it is off.
+def active_autocast() -> str:
+    """Return the torch.autocast of the caller in words, '' if it is off: a trace holds for the dtypes that it gives.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     ambient_autocast()
+    ...     active_autocast()
     'bfloat16 on cpu'
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -215,30 +212,25 @@ def ambient_autocast() -> str:
     return ", ".join(f"{dtype_name(torch.get_autocast_dtype(device))} on {device}" for device in on)
 
 
-# MERGED: Examples with sizes of 1, enlarged for a trace.
-# MERGED:
-# MERGED: Much is different for one sample: rows are broadcast, every layout is contiguous. A trace would hold for
-# MERGED: it alone.
-# MERGED: Only shapes matter to a trace, so that the same rows twice do as well.
-
-
+# Sizes in the place of 1. One sample is broadcast, and contiguous in every layout: a trace would hold for it alone.
+# Only shapes matter to a trace, so that the same rows twice do as well.
 _BATCH = 2
 _OTHERS = (3, 5, 7, 11, 13)  # apart from each other, so that no two sizes are taken for one
 
 
 def sizes_of_one(example: Example) -> list[Place]:
-    """The dims of an example that are to be symbolic and have size 1."""
+    """Return the dims of an example that are to be symbolic and have size 1."""
     shapes = [tuple(tensor.shape) for tensor in example.tensors]
     return sorted(place for place in example.dynamic.symbolic(shapes) if shapes[place[0]][place[1]] == 1)
 
 
 def with_fixed(example: Example, places: Iterable[Place]) -> Example:
-    """The same example with some sizes fixed as they are."""
+    """Return the same example with some sizes fixed as they are."""
     return replace(example, dynamic=replace(example.dynamic, fixed=example.dynamic.fixed | frozenset(places)))
 
 
 def enlarged(example: Example, small: Iterable[Place]) -> tuple[torch.Tensor, ...]:
-    """The tensors of an example with these sizes of 1 made larger."""
+    """Return the tensors of an example with these sizes of 1 made larger."""
     names, others = example.dynamic.names, itertools.cycle(_OTHERS)
 
     def size_called(place: Place) -> str | Place:

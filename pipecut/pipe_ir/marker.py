@@ -12,7 +12,7 @@ torch.library.define("pipecut::pipe_split", "() -> ()")
 
 @torch.library.impl("pipecut::pipe_split", "CompositeExplicitAutograd")
 def _run_mark() -> None:
-    """An uncut model runs through its marks: they do nothing."""
+    """Do nothing: an uncut model runs through its marks."""
 
 
 MARK: Callable[..., object] = torch.ops.pipecut.pipe_split.default
@@ -23,7 +23,7 @@ has_side_effect(MARK)
 def pipe_split() -> None:
     """Mark a cut: what runs after this line belongs to the next stage.
 
-    The mark counts as nothing when the model runs uncut, in eager mode and under `torch.compile`.
+    The mark does nothing when the model runs uncut, in eager mode and under `torch.compile`.
 
     >>> class Net(torch.nn.Module):
     ...     def __init__(self):
@@ -42,5 +42,5 @@ def pipe_split() -> None:
 
 
 def is_mark(target: object) -> bool:
-    """Whether a graph node's target is a mark, given as the operator or as the function."""
+    """Return True if a graph node's target is a mark, given as the operator or as the function."""
     return target in (MARK, pipe_split, torch.ops.pipecut.pipe_split)

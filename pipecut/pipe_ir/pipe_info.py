@@ -33,7 +33,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class RecomputedValue:
-    """A value that a stage makes once more, since that costs less than to have it sent by the stage that made it."""
+    """A value that a stage makes again, since that costs less than receiving it from the stage that made it."""
 
     value: int
     name: str
@@ -53,7 +53,7 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What goes in and out of a stage, in the order of its forward's arguments and results."""
+    """Inputs and outputs of a stage, in the order of its forward's arguments and results."""
 
     index: int
     inputs: tuple[int, ...]
@@ -67,7 +67,7 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """All that is known of a Pipe without its modules; small enough to send around."""
+    """Description of a Pipe without its modules, small enough to send to other ranks."""
 
     num_stages: int
     stages: tuple[StageInfo, ...]

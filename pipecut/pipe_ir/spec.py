@@ -1,4 +1,4 @@
-"""TensorSpec: what is known of a tensor before it exists, with symbolic dims."""
+"""TensorSpec: description of a tensor before it exists, with symbolic dims."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and layout of a tensor, and whether a gradient flows back through it.
+    """Shape, dtype, layout and requires_grad of a tensor.
 
     >>> batch = sympy.Symbol("batch", integer=True, positive=True)
     >>> spec = TensorSpec((batch, 4), torch.float32, (4, 1), requires_grad=True)
@@ -37,18 +37,18 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor at hand."""
+        """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.requires_grad)
 
     @property
     def symbols(self) -> frozenset[sympy.Symbol]:
-        """The symbolic dims that the shape depends on."""
+        """Symbolic dims that the shape depends on."""
         exprs = [dim for dim in self.shape if isinstance(dim, sympy.Expr)]
         return frozenset(symbol for expr in exprs for symbol in expr.free_symbols)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the tensor lies in memory in the order of its dims, without gaps."""
+        """True if the tensor lies in memory in the order of its dims, without gaps."""
         expected: Dim = 1
         if 0 in self.shape:
             return True
@@ -61,7 +61,7 @@ class TensorSpec:
         return True
 
     def contiguous(self) -> TensorSpec:
-        """The same tensor laid out in the order of its dims."""
+        """Return the spec of the same tensor laid out in the order of its dims."""
         stride: list[Dim] = []
         step: Dim = 1
         for size in reversed(self.shape):
@@ -70,13 +70,13 @@ class TensorSpec:
         return replace(self, stride=tuple(stride))
 
     def permuted(self, order: Sequence[int]) -> TensorSpec:
-        """The spec of `tensor.permute(order)`."""
+        """Return the spec of `tensor.permute(order)`."""
         return replace(
             self, shape=tuple(self.shape[dim] for dim in order), stride=tuple(self.stride[dim] for dim in order)
         )
 
     def memory_order(self, sizes: _Sizes) -> tuple[int, ...] | None:
-        """The order of dims in which the tensor lies in memory without gaps; None where there is no such order."""
+        """Return the order of dims in which the tensor lies in memory without gaps; None if there is none."""
         if not self.stride and self.shape:
             return None
         strides = [_concrete(stride, sizes) for stride in self.stride]
@@ -84,7 +84,7 @@ class TensorSpec:
         return order if self.permuted(order).is_contiguous else None
 
     def bind(self, sizes: _Sizes) -> TensorSpec:
-        """Concrete shapes: each symbolic dim gets its size by name."""
+        """Return a spec of concrete shapes: each symbolic dim gets its size by name."""
         symbols = {symbol for dim in (*self.shape, *self.stride) for symbol in sympy.sympify(dim).free_symbols}
         missing = sorted(str(symbol) for symbol in symbols if str(symbol) not in sizes)
         if missing:
@@ -97,7 +97,7 @@ class TensorSpec:
         )
 
     def diff(self, other: TensorSpec) -> list[str]:
-        """How this spec ("here") differs from another one ("there"), in words; empty when they agree."""
+        """Return the differences between this spec ("here") and another one ("there") in words."""
         faults = []
         if len(self.shape) != len(other.shape):
             faults.append(

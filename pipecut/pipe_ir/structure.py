@@ -17,16 +17,15 @@ from torch import nn
 
 from ..torch_internals import pytree
 
-# MERGED: Plain Python objects that hold tensors, such as the key/value cache of a language model.
-
-
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # these lead to all that a trace knows of sizes
 _NEVER = (type, types.FunctionType, types.ModuleType, torch.Tensor, nn.Module, *_NUMBERS)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def is_tensor_holder(value: Any) -> bool:
-    """Whether a value is an object of a Python class that has tensors in its attributes, and can be put together again.
+    """Return True for an object of a Python class that has tensors in its attributes, and can be rebuilt.
+
+    The key/value cache of a language model is such an object.
 
     >>> class Cache:
     ...     def __init__(self, **tensors):
@@ -41,14 +40,14 @@ def is_tensor_holder(value: Any) -> bool:
 
 
 def _put_together(cls: type, names: Iterable[str], values: Iterable[Any]) -> Any:
-    """An object of a class with these attributes; its `__init__` does not run again."""
+    """Make an object of a class with these attributes; its `__init__` does not run again."""
     made: Any = object.__new__(cls)
     vars(made).update(zip(names, values, strict=True))
     return made
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is nothing but its attributes."""
+    """Return True if a value is nothing but its attributes."""
     cls: Any = type(value)
     made_in_python = bool(cls.__flags__ & _HEAP_TYPE) and cls.__new__ is object.__new__
     if not made_in_python or isinstance(value, _NEVER) or not hasattr(value, "__dict__"):
@@ -61,11 +60,11 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python code
 
 
 class _CircleError(Exception):
-    """An object leads back to itself: there is no end to taking it apart."""
+    """Raised for an object that leads back to itself, and cannot be taken apart."""
 
 
 def _finds_tensor(value: Any, around: frozenset[int]) -> bool:
-    """Whether there is a tensor inside."""
+    """Return True if there is a tensor inside."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, dict):
@@ -87,12 +86,15 @@ Path = tuple[str, ...]
 
 
 class Atom:
-    """Base of dataclasses that are leaves themselves."""
+    """Base class of dataclasses that are leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """The shape of a nested value: `rebuild` takes the children back to it. A leaf has no children and no rebuild."""
+    """Structure of a nested value: `rebuild` makes the value of its children, which `keys` lead to.
+
+    A leaf has neither children nor `rebuild`.
+    """
 
     kind: str
     rebuild: Callable[[list[Any]], Any] | None = None
@@ -100,7 +102,7 @@ class Structure:
     children: tuple[Structure, ...] = ()
 
     def paths(self) -> Iterator[Path]:
-        """The source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
+        """Yield the source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
         if self.rebuild is None:
             yield ()
         for key, child in zip(self.keys, self.children, strict=True):
@@ -115,7 +117,7 @@ _Opened = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
 def _open(value: Any, is_holder: Callable[[Any], bool]) -> _Opened | None:
-    """The keys of a value's children, the children, and the way back; None for a leaf."""
+    """Return the keys of a value's children, the children, and a function that rebuilds it; None for a leaf."""
     opener = _OPENERS.get(type(value))
     if opener is not None:
         return opener(value)
@@ -136,7 +138,7 @@ def _open_dict(value: dict[Any, Any]) -> _Opened:
 
 
 def _open_mapping(value: dict[Any, Any]) -> _Opened:
-    """A dict of a class of its own: rebuilt as a copy with other values, under its keys and as its attributes."""
+    """Open a dict of another class; it is rebuilt as a copy with other values, also of its attributes."""
     keys = list(value)
     attributes = [key for key in keys if isinstance(key, str) and getattr(value, key, value) is value[key]]
 
@@ -190,7 +192,7 @@ def _open_registered(value: Any) -> _Opened:
 
 
 def flatten(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
-    """Leaves of a nested value, and the Structure that takes them back; `holders` opens objects with tensors inside.
+    """Return the leaves of a nested value and its Structure; `holders` opens objects with tensors inside.
 
     >>> leaves, structure = flatten({"a": 1, "b": (2, None)})
     >>> leaves, list(structure.paths())
@@ -220,7 +222,7 @@ def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], S
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The nested value that `flatten` took apart, with these leaves."""
+    """Rebuild the nested value that `flatten` took apart, with these leaves."""
     return _build(structure, iter(leaves))
 
 
@@ -231,7 +233,7 @@ def _build(part: Structure, remaining: Iterator[Any]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any, *, holders: bool = False) -> Any:
-    """The same nested value with each leaf replaced by `function(leaf)`; the value itself where none changes."""
+    """Replace each leaf of a nested value by `function(leaf)`; return the value itself if none changes."""
     leaves, structure = flatten(value, holders=holders)
     mapped = [function(leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):

@@ -1,4 +1,7 @@
-"""TracedModel: one run of a model, as a frozen list of operations and the module calls that they belong to."""
+"""TracedModel: one run of a model, as a frozen list of operations and the module calls that they belong to.
+
+Read this file first: all that a cut needs to know of a model is a value of one of these classes.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ PLAIN_TYPES = (
 
 @dataclass(frozen=True)
 class Ref(Atom):
-    """The value that an operation makes."""
+    """Reference to the value that an operation makes."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class ConstantRef(Ref):
-    """A tensor that the code made from Python values, or met outside the model; it follows the stage's device."""
+    """Reference to a tensor made from Python values or met outside the model; it follows the stage's device."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ class Template:
 
     @classmethod
     def of(cls, value: Any, convert: Callable[[Any], Any], *, holders: bool = False) -> Template:
-        """A nested value with each leaf converted."""
+        """Return the template of a nested value, each leaf converted."""
         leaves, structure = flatten(value, holders=holders)
         return cls(structure, tuple(map(convert, leaves)))
 
     def converted(self, convert: Callable[[Any], Any]) -> Template:
-        """The same with each leaf converted once more."""
+        """Return the same template with each leaf converted once more."""
         return Template(self.structure, tuple(map(convert, self.leaves)))
 
     @property
@@ -98,7 +101,7 @@ class Template:
 class Autocast:
     """One `with torch.autocast(...)` block; `number` tells it from others like it.
 
-    Whether casts are cached is not kept: a trace always switches the cache off.
+    The cache of casts is not recorded: a trace always switches it off.
     """
 
     device_type: str
@@ -120,7 +123,7 @@ class Context:
     vmap: int = 0
 
     def is_like(self, other: Context) -> bool:
-        """Whether the modes are the same, though the blocks may be others."""
+        """Return True if the modes are the same, though the blocks may be others."""
         casts = [[(cast.device_type, cast.dtype, cast.enabled) for cast in each.autocast] for each in (self, other)]
         return (self.grad, self.vmap, casts[0]) == (other.grad, other.vmap, casts[1])
 
@@ -169,11 +172,11 @@ class Span:
 
     @property
     def label(self) -> str:
-        """The module path as `split_spec` spells it: `blk` is the first call, `blk#1` the second."""
+        """Module path as `split_spec` spells it: `blk` is the first call, `blk#1` the second."""
         return self.path if self.nth_call == 0 else f"{self.path}#{self.nth_call}"
 
     def walk(self) -> Iterator[Span]:
-        """This span and all inside it, in the order in which they begin."""
+        """Yield this span and all inside it, in the order in which they begin."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -192,7 +195,7 @@ class TracedInput:
 
 @dataclass(frozen=True)
 class Condition:
-    """Something about sizes that the model's code found true, and the trace takes for granted.
+    """Statement about sizes that the model's code found true, and that the trace takes for granted.
 
     `span_begin` is the tick at which the innermost call around that code begins.
     """
@@ -211,7 +214,7 @@ class Condition:
 class FixedDim:
     """A dim of an input that was symbolic when the trace began, and that the model's code has tied to `size`.
 
-    `name` is what the user calls it, `source` the line of code, `asked` whether the user wants it to be symbolic.
+    `name` is what the user calls it, `source` the line of code, `asked` is True if the user wants it to be symbolic.
     """
 
     path: str
@@ -224,7 +227,7 @@ class FixedDim:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """How a traced model is called, without the model: its signature, its inputs, and what holds of their sizes."""
+    """Calling convention of a traced model, without the model: signature, inputs, and conditions on their sizes."""
 
     model_name: str
     signature: inspect.Signature
@@ -238,7 +241,7 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A module that could not be traced, and stays as it is: never cut inside, always its own code."""
+    """A module that could not be traced: it is never cut inside, and always runs its own code."""
 
     path: str
     reason: str
@@ -252,7 +255,7 @@ class TracedModel:
     `conditions` on sizes hold in every call that the trace can stand for. `reached_state` are parameters that code
     reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
     forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
-    a module has set or changed; `forgotten` is what the forward of a module did that no operation shows.
+    a module has set or changed; `untraced_effects` is what the forward of a module did that no operation shows.
     `fallbacks` are the modules that could not be traced.
     `named_dims` are the symbols that the user named, `fixed_dims` the sizes that could not stay symbolic.
     `autocast` is the one around the whole trace, in words.
@@ -273,7 +276,7 @@ class TracedModel:
     reached_state: frozenset[int] = frozenset()
     mode_readers: frozenset[str] = frozenset()
     assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    forgotten: Mapping[str, str] = field(default_factory=dict)
+    untraced_effects: Mapping[str, str] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
     named_dims: tuple[str, ...] = ()
     fixed_dims: tuple[FixedDim, ...] = ()
@@ -281,7 +284,7 @@ class TracedModel:
 
     @property
     def call(self) -> TracedCall:
-        """How the model is called."""
+        """Calling convention of the model."""
         return TracedCall(
             type(self.model).__name__,
             self.signature,
@@ -294,11 +297,11 @@ class TracedModel:
         )
 
     def fallback(self, path: str) -> Fallback | None:
-        """The module that could not be traced and is, or has inside, the one at a path."""
+        """Return the untraceable module that is, or contains, the module at a path."""
         return next((item for item in self.fallbacks if f"{path}.".startswith(f"{item.path}.")), None)
 
     def spans(self, kind: SpanKind | None = None) -> Iterator[Span]:
-        """All spans, or those of one kind, in the order in which they begin."""
+        """Return all spans, or those of one kind, in the order in which they begin."""
         return (span for span in self.root.walk() if kind is None or span.kind == kind)
 
     def operations_within(self, begin: int, end: int) -> tuple[Operation, ...]:

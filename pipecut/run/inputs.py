@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..pipe_ir import PipeInfo, TracedCall, ambient_autocast, bind_inputs, flatten, sizes_of
+from ..pipe_ir import PipeInfo, TracedCall, active_autocast, bind_inputs, flatten, sizes_of
 from ..schedule import Plan
 from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, cut_rows, split_by_dims, split_by_specs
 from .connection import EVAL, STEP, Connection
@@ -244,7 +244,7 @@ def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     leaves, _ = flatten((args, dict(kwargs)))
     shapes = [str(Meta.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     # Under autocast the stages give other dtypes.
-    return zlib.crc32(repr((shapes, ambient_autocast())).encode())
+    return zlib.crc32(repr((shapes, active_autocast())).encode())
 
 
 _REMEDY = (
@@ -289,7 +289,7 @@ def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
     Those are calls with nested values, with one tensor twice, and with objects of other classes.
     """
-    kinds: list[Any] = [len(args), ambient_autocast(), *kwargs]
+    kinds: list[Any] = [len(args), active_autocast(), *kwargs]
     tensors = set()
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor and not value.is_nested and id(value) not in tensors:

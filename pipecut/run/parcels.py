@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PipeError
-from ..pipe_ir import PipeInfo, TensorSpec, ambient_autocast
+from ..pipe_ir import PipeInfo, TensorSpec, active_autocast
 from ..stage import Item, MeshLayout, PipelineStage, placement_of
 from .transport.base import Arrival, Meta, Transport
 
@@ -124,7 +124,7 @@ class TracedParcels:
                 "stages of a traced model send plain tensors only: end this one with use_local_output=True or "
                 "to_local(), and begin the next one with PrepareModuleInput or DTensor.from_local()"
             )
-        now = ambient_autocast()
+        now = active_autocast()
         if got.dtype != expected.dtype and now != self.autocast:
             is_, was = (f"on ({state})" if state else "off" for state in (now, self.autocast))
             return (

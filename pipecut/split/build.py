@@ -94,7 +94,7 @@ def build_stage_module(
     present = _present(model, holdings)
     absent = [module for module in model.modules() if module not in present]
     refuse_changing(model, index, present, references, traced.assigned_attributes)
-    stage = clone(model, absent, emptied=referred_to(model, present, references))
+    stage = clone(model, absent, without_tensors=referred_to(model, present, references))
     whole = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
     kept: dict[nn.Module, set[str]] = {}
     for name in holdings.tensors:
@@ -219,8 +219,8 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
 
 def refuse_forgotten(traced: TracedModel, programs: Sequence[Piece]) -> None:
     """Refuse to generate code for a forward that does what generated code cannot do."""
-    for path in sorted(generated_paths(programs) & traced.forgotten.keys()):
+    for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
         raise SplitError(
-            f"the forward of {path or type(traced.model).__name__!r} uses {traced.forgotten[path]}, and is cut: a "
-            "trace does not hold it; move it into a module that is not cut"
+            f"the forward of {path or type(traced.model).__name__!r} uses {traced.untraced_effects[path]}, and is cut: "
+            "a trace does not hold it; move it into a module that is not cut"
         )

@@ -106,7 +106,7 @@ class _Recomputable:
         """Whether a module that runs its own code does the traced operations whenever it is called."""
         traced = self.traced
         paths = {inner.path for inner in span.walk()}
-        alive = traced.mode_readers | traced.assigned_attributes.keys() | traced.forgotten.keys()
+        alive = traced.mode_readers | traced.assigned_attributes.keys() | traced.untraced_effects.keys()
         hooked = any(has_forward_hooks(traced.model.get_submodule(path)) for path in paths)
         return not (hooked or paths & alive or decides_about_sizes(traced, span))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import TraceError, pipeline
-from pipecut.pipe_ir.tracing.torch_modes import CertainChances
+from pipecut.pipe_ir.tracing.torch_modes import FoldCertainRandomBranches
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from pipecut.pipe_ir.tracing.torch_modes import CertainChances
     ],
 )  # fmt: skip
 def test_certain(compare: Any, bound: float, answer: bool) -> None:
-    with CertainChances():
+    with FoldCertainRandomBranches():
         for _ in range(5):
             assert bool(compare(torch.rand([]), bound)) is answer
     assert compare(torch.tensor(0.5), bound).item() is answer  # the real comparison says the same
@@ -33,12 +33,12 @@ def test_uncertain_ones_are_left_alone(bound: float) -> None:
     torch.manual_seed(0)
     expected = [bool(torch.rand([]) < bound) for _ in range(20)]
     torch.manual_seed(0)
-    with CertainChances():
+    with FoldCertainRandomBranches():
         assert [bool(torch.rand([]) < bound) for _ in range(20)] == expected
 
 
 def test_only_single_random_numbers_are_known() -> None:
-    with CertainChances():
+    with FoldCertainRandomBranches():
         assert bool(torch.tensor(-1.0) < 0.0)
         assert not bool((torch.rand(3) < 0.0).any())
 

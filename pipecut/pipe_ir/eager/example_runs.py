@@ -1,4 +1,4 @@
-"""Runs a copy of a model on the example, and on examples of other sizes, to see what its modules give."""
+"""Runs of a copy of a model on the example, and on examples of other sizes, that observe its module calls."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from ...torch_internals import buffers_of
 from ..copies import clone
 from ..inputs import Example
 from ..sizes.dynamic import Place
-from ..tracing.seen import attributes_of, is_same
+from ..tracing.records import attributes_of, is_same
 from .observe import Observations, ObservedRun, Watcher
-
-# MERGED: Random generators that go on as if a run had not been.
 
 
 @contextlib.contextmanager
 def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put all generators back: torch's on the CPU and on the devices of these tensors, Python's and numpy's.
+    """Restore random generators after a block: torch's (CPU and devices of these tensors), Python's and numpy's.
 
     >>> before = torch.get_rng_state()
     >>> with kept_random_numbers([]):
@@ -51,7 +49,7 @@ def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def run_on_example(model: nn.Module, example: Example) -> Observations:
-    """The run on the example itself, then those on other sizes of its symbolic dims with which the model works.
+    """Observe a run on the example, then runs on other sizes of its symbolic dims with which the model works.
 
     `model` is a copy of the user's whose hooks are silent. Its buffers, the inputs and the random generators are
     left as they are.
@@ -71,7 +69,7 @@ def run_on_example(model: nn.Module, example: Example) -> Observations:
 
 
 def _try(model: nn.Module, example: Example, places: Sequence[Place], size: int) -> ObservedRun | None:
-    """A run with another size at these places; None if the model cannot work with it."""
+    """Run with another size at these places; return None if the model cannot work with it."""
     tensors = list(example.tensors)
     for nth, dim in places:
         tensors[nth] = _resized(tensors[nth], dim, size)
@@ -81,7 +79,7 @@ def _try(model: nn.Module, example: Example, places: Sequence[Place], size: int)
 
 
 def _sizes_that_change(example: Example) -> list[list[Place]]:
-    """The places of each symbolic size: those with one name, or dims of one number and size."""
+    """Return the places of each symbolic size: those with one name, or dims of one number and size."""
     places: dict[Any, list[Place]] = {}
     for nth, dim in sorted(example.dynamic.symbolic([tensor.shape for tensor in example.tensors])):
         key = example.dynamic.names.get((nth, dim)) or (dim, example.tensors[nth].shape[dim])
@@ -90,12 +88,12 @@ def _sizes_that_change(example: Example) -> list[list[Place]]:
 
 
 def _other_sizes(dim: int, size: int) -> tuple[int, ...]:
-    """More samples, but shorter sequences: these have a limit in many models. Two, as one may fit by chance."""
+    """Return two sizes, as one may fit by chance: more samples, but shorter sequences, which often have a limit."""
     return (size + 1, size + 2) if dim == 0 or size < 4 else (size - 1, size - 2)
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Real data in another size: what is there, again from the start."""
+    """Return real data in another size: the rows that are there, again from the start."""
     with torch.no_grad():
         rows = torch.arange(size, device=tensor.device) % tensor.shape[dim]
         return tensor.index_select(dim, rows).requires_grad_(tensor.requires_grad)
@@ -112,7 +110,7 @@ def _run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Obser
 
 
 def _changed(before: Mapping[str, Mapping[str, Any]], model: nn.Module) -> tuple[str, ...]:
-    """The attributes that the forwards of modules have set: `block.scale`."""
+    """Return the attributes that the forwards of modules have set: `block.scale`."""
     found = []
     for path, module in model.named_modules():
         was, now = before.get(path, {}), attributes_of(module)
@@ -122,7 +120,7 @@ def _changed(before: Mapping[str, Mapping[str, Any]], model: nn.Module) -> tuple
 
 
 def _with_own_tensors(model: nn.Module) -> nn.Module:
-    """A copy shares its tensors with the model; what the forward may write to must be its own."""
+    """Give a copy, which shares its tensors with the model, its own ones wherever the forward may write."""
     made: dict[int, Tensor] = {}
 
     def own(value: Any) -> Any:
@@ -137,20 +135,16 @@ def _with_own_tensors(model: nn.Module) -> nn.Module:
     return model
 
 
-# MERGED: Sizes of a module's results, as expressions of the sizes that are known: read off from runs of several
-# MERGED: sizes.
-
-
 @dataclass(frozen=True)
 class KnownSize:
-    """A size in each run, and what it is called in the trace: a number, or a symbolic one."""
+    """A size in each run, and its symbol or number in the trace."""
 
     values: tuple[int, ...]
     name: Any
 
 
 def size_from(values: Sequence[int], known: Sequence[KnownSize]) -> Any:
-    """The size that had these values in the runs, from known ones; None where nothing simple explains it.
+    """Express a size that had these values in the runs by known sizes; None if nothing simple explains it.
 
     >>> batch = KnownSize((4, 5, 6), 4)
     >>> size_from((8, 8, 8), [batch]), size_from((12, 15, 18), [batch]), size_from((7, 8, 9), [batch])

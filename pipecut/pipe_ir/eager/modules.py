@@ -1,4 +1,4 @@
-"""Lets modules stay as they are during a trace: each of their calls is one operation, and their code does not run."""
+"""Modules that stay as they are during a trace: each of their calls is one operation, and their code does not run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from ...torch_internals import assume
 from ..copies import quiet_subclass
 from ..structure import flatten, unflatten
 from ..tracing.recorder import Recorder
-from ..tracing.run import why_and_where
+from ..tracing.user_code import why_and_where
 from .example_runs import KnownSize, size_from
 from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor
 
-# MERGED: The operator that stands in a trace for the call of a module that stays as it is.
-
-
+# The operator that stands in a trace for the call of a module that stays as it is.
 torch.library.define(
     "pipecut::eager_call",
     "(Tensor[] inputs, Tensor[] state, Tensor(a!)[] written, str label) -> Tensor[]",
@@ -63,7 +61,7 @@ def _record_call(
     label: str,
     results: Sequence[_NewTensor],
 ) -> list[torch.Tensor]:
-    """Put one operation into the trace that goes on; its results are tensors of the tracer."""
+    """Add one operation to the current trace; return its results, tensors of the tracer."""
     _TO_MAKE.append(results)
     try:
         return list(_EAGER_CALL(list(inputs), list(state), list(written), label))
@@ -72,18 +70,18 @@ def _record_call(
 
 
 class HiddenTieError(Exception):
-    """A module cannot stay as it is by itself: something passes between it and others unseen."""
+    """Raised for a module that exchanges tensors with others besides its arguments and results."""
 
 
 class EagerModules:
-    """For one trace: the modules at `paths` stay as they are, and so does any that turns out not to be traceable.
+    """Modules that stay as they are in one trace: those at `paths`, and any that turns out to be untraceable.
 
     `found` has the latter with the exception that each raised. A trace in which something was found is of no use, as
     it holds what these modules did before they failed; it has to be made again.
     """
 
-    def __init__(self, seen: Observations, paths: Collection[str]) -> None:
-        self.seen = seen
+    def __init__(self, observed: Observations, paths: Collection[str]) -> None:
+        self.observed = observed
         self.paths = paths
         self.found: dict[str, Exception] = {}
         self._counts: collections.Counter[str] = collections.Counter()
@@ -91,7 +89,7 @@ class EagerModules:
         self._recorder: Recorder
 
     def prepare(self, model: nn.Module, recorder: Recorder) -> None:
-        """Change the calls of the copy that is about to be traced. The model itself is no module that can stay."""
+        """Change the calls of the copy that is about to be traced, those of the model itself excepted."""
         self._model, self._recorder = model, recorder
         for path, module in model.named_modules():
             if path and not isinstance(module, torch.jit.ScriptModule):
@@ -109,7 +107,7 @@ class EagerModules:
             try:
                 return cls.__call__(module, *args, **kwargs)
             except Exception as error:
-                call = self.seen.on_example.calls.get(key)
+                call = self.observed.on_example.calls.get(key)
                 if call is None:
                     raise
                 if call.hidden:
@@ -125,17 +123,17 @@ class EagerModules:
     def _stand_in(self, key: CallKey, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record one operation in place of a call; return the results of the example as tensors of the tracer."""
         path, number = key
-        if key not in self.seen.on_example.calls:
+        if key not in self.observed.on_example.calls:
             raise HiddenTieError(f"{path!r} is called {number + 1} times in the trace, and less often on the example")
-        call = self.seen.on_example.calls[key]
+        call = self.observed.on_example.calls[key]
         if call.hidden:
             raise HiddenTieError(f"{path!r} {call.hidden[0]}")
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        inputs = [seen.node.meta["val"] for seen in self._recorder.inputs]
-        for (nth, dim), *others in self.seen.same_sizes:
+        inputs = [observed.node.meta["val"] for observed in self._recorder.inputs]
+        for (nth, dim), *others in self.observed.same_sizes:
             for other, other_dim in others:
                 assume(inputs[nth].shape[dim] == inputs[other].shape[other_dim])
-        results = _Results(key, self.seen.runs, tensors, inputs)
+        results = _Results(key, self.observed.runs, tensors, inputs)
         fresh = [leaf for leaf in call.result.leaves if isinstance(leaf, ObservedTensor) and results.is_fresh(leaf)]
         state = [*module.parameters(), *module.buffers()]
         written = [tensors[at] for at in call.written_arguments]
@@ -159,7 +157,7 @@ class EagerModules:
 
 
 class _Results:
-    """What a call returns, with the sizes of this trace."""
+    """Results of a call, with the sizes of this trace."""
 
     def __init__(
         self, key: CallKey, runs: Sequence[ObservedRun], tensors: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -181,13 +179,15 @@ class _Results:
                 self._learn(position, leaf)
 
     def _learn(self, position: int, leaf: ObservedTensor) -> None:
-        seen = [call.result.leaves[position] for call in self.calls]
-        shape = [size_from(values, self.known) for values in zip(*(each.shape for each in seen), strict=True)]
-        stride = [size_from(values, self.known_strides) for values in zip(*(each.stride for each in seen), strict=True)]
-        self._views[leaf] = shape, stride, size_from([each.offset for each in seen], self.known_strides)
+        observed = [call.result.leaves[position] for call in self.calls]
+        shape = [size_from(values, self.known) for values in zip(*(each.shape for each in observed), strict=True)]
+        stride = [
+            size_from(values, self.known_strides) for values in zip(*(each.stride for each in observed), strict=True)
+        ]
+        self._views[leaf] = shape, stride, size_from([each.offset for each in observed], self.known_strides)
 
     def is_fresh(self, leaf: ObservedTensor) -> bool:
-        """Whether a result has memory of its own, or may be said to."""
+        """Return True if a result has memory of its own, or is treated as if it had."""
         shape, stride, offset = self._views[leaf]
         return leaf.state is None and (leaf.argument is None or None in (*shape, *stride, offset))
 
@@ -196,7 +196,7 @@ class _Results:
         return _NewTensor(tuple(self._views[leaf][0]), order, leaf.dtype, leaf.device)
 
     def view(self, leaf: ObservedTensor) -> Tensor:
-        """A result that shares the memory of an argument."""
+        """Return a result that shares the memory of an argument."""
         assert leaf.argument is not None
         argument = self.tensors[leaf.argument]
         call = self.calls[0]
@@ -206,7 +206,7 @@ class _Results:
         return argument.as_strided(*self._views[leaf])
 
     def size(self, position: int) -> Any:
-        """A result that is no tensor; a whole number that follows the sizes of the runs is a size itself."""
+        """Return a result that is no tensor; a whole number that follows the sizes of the runs is a size."""
         values = [call.result.leaves[position] for call in self.calls]
         if all(type(value) is int for value in values) and any(value != values[0] for value in values):
             size = size_from(values, self.known)
@@ -215,7 +215,7 @@ class _Results:
 
 
 def _is_alike(call: ObservedCall, other: ObservedCall) -> bool:
-    """Whether two calls of a module have results of one structure."""
+    """Return True if two calls of a module have results of one structure."""
     leaves = call.result.leaves, other.result.leaves
     return (
         list(call.result.structure.paths()) == list(other.result.structure.paths())
@@ -229,7 +229,7 @@ def _dims(leaf: Any) -> int | None:
 
 
 def _known_sizes(runs: Sequence[Sequence[Sequence[int]]], names: Sequence[Sequence[Any]]) -> list[KnownSize]:
-    """The sizes that differ from run to run."""
+    """Return the sizes that differ from run to run."""
     found: dict[tuple[int, ...], Any] = {}
     for nth, sizes in enumerate(names):
         for dim, name in enumerate(sizes):

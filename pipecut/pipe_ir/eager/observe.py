@@ -1,11 +1,11 @@
-"""What the calls of a model's modules took and gave in one run on real tensors."""
+"""Observation of a model's run on real tensors: what each module call takes, returns, writes and hides."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class ObservedTensor(Atom):
 class ObservedCall:
     """One call of a module: shapes and strides of its tensor arguments, its result, and what it wrote to.
 
-    `hidden` says what ties the call to the code around it besides its arguments and results; `marked` whether a
+    `hidden` are the ties of the call to the code around it besides arguments and results; `marked` is True if a
     pipe_split() ran inside.
     """
 
@@ -70,7 +70,7 @@ class ObservedRun:
 
 @dataclass(frozen=True)
 class Observations:
-    """All that was seen of a model: the run on the example, those on other sizes, and which sizes must be the same."""
+    """Runs of a model on the example and on other sizes, and the sizes that must be the same."""
 
     on_example: ObservedRun
     on_other_sizes: tuple[ObservedRun, ...]
@@ -79,9 +79,6 @@ class Observations:
     @property
     def runs(self) -> tuple[ObservedRun, ...]:
         return (self.on_example, *self.on_other_sizes)
-
-
-# MERGED: Watches a model run on real tensors, and writes down what each module call takes, gives, writes and hides.
 
 
 @dataclass(eq=False)
@@ -98,12 +95,12 @@ class _OpenCall:
 
 
 class Watcher(TorchFunctionMode):
-    """Active while `model` (a copy of the user's) runs; `calls` has what was seen."""
+    """Mode that observes the module calls of `model`, a copy of the user's, while it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._drafts: dict[CallKey, tuple[_OpenCall, ObservedCall]] = {}
+        self._finished: dict[CallKey, tuple[_OpenCall, ObservedCall]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._open: list[_OpenCall] = []
         self._makers: MutableMapping[Tensor, tuple[_OpenCall, ...]] = WeakIdKeyDictionary()
@@ -123,7 +120,7 @@ class Watcher(TorchFunctionMode):
                 module.__class__ = quiet_subclass(type(module), {"__call__": self._watched(path, type(module))})
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[CallKey, ObservedCall]:
-        """Run the model, and tell of every call but its own."""
+        """Run the model; return the observations of all calls but its own."""
         for tensor in _tensors((args, dict(kwargs))):
             self._makers[tensor] = ()
         with self:
@@ -131,12 +128,9 @@ class Watcher(TorchFunctionMode):
         for tensor in _tensors(output, holders=True):
             self._note_use(tensor)
         return {
-            key: ObservedCall(
-                seen.argument_shapes, seen.argument_strides, seen.result, seen.written_arguments, seen.written_buffers,
-                tuple(draft.hidden), draft.marked,
-            )
-            for key, (draft, seen) in self._drafts.items()
-        }  # fmt: skip
+            key: replace(observed, hidden=tuple(call.hidden), marked=call.marked)
+            for key, (call, observed) in self._finished.items()
+        }
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -157,7 +151,7 @@ class Watcher(TorchFunctionMode):
         return result
 
     def _note_use(self, tensor: Tensor) -> None:
-        """A tensor gets into a call by its arguments or state, and out of it by its results, or in hiding."""
+        """Note the use of a tensor that got into a call, or out of it, past its arguments and results."""
         if id(tensor) in self._owners:
             for call in self._open:
                 self._note_foreign_state(tensor, call)
@@ -184,14 +178,14 @@ class Watcher(TorchFunctionMode):
             finally:
                 assert self._open.pop() is call
             with self._looking():
-                self._drafts[key] = call, self._closed(call, module, output)
+                self._finished[key] = call, self._closed(call, module, output)
             return output
 
         return __call__
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
-        """What is asked of tensors here is no use that the model makes of them."""
+        """Ignore operations on tensors that are not the model's own."""
         self._own_work += 1
         try:
             yield
@@ -221,7 +215,7 @@ class Watcher(TorchFunctionMode):
         buffers = [
             name for name, tensor, version in call.buffers if now.get(name) is not tensor or _version(tensor) != version
         ]
-        seen = ObservedCall(
+        observed = ObservedCall(
             tuple(tuple(tensor.shape) for tensor in call.tensors),
             tuple(_stride(tensor) for tensor in call.tensors),
             Template.of(output, lambda leaf: self._observed(leaf, call), holders=True),
@@ -232,7 +226,7 @@ class Watcher(TorchFunctionMode):
         )
         # The arguments need not live on: nobody else asks for them.
         call.tensors, call.buffers = [], []
-        return seen
+        return observed
 
     def _observed(self, leaf: Any, call: _OpenCall) -> Any:
         if not isinstance(leaf, Tensor):
@@ -253,7 +247,7 @@ def _tensors(value: Any, *, holders: bool = False) -> list[Tensor]:
 
 
 def _nested_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that an operation takes or gives, alone and in lists."""
+    """Yield the tensors that an operation takes or returns, alone and in lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -264,7 +258,7 @@ def _nested_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a module and those inside it keep without having registered them."""
+    """Yield the tensors that a module and those inside it keep without having registered them."""
     for inner in module.modules():
         for name, value in vars(inner).items():
             if name not in STATE_DICTS:

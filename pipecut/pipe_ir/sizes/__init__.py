@@ -1,1 +1,4 @@
-"""Symbolic sizes: which may change, what the code decides about them, which are ruled out."""
+"""Symbolic sizes: those that the user asks for, decisions of the model's code about them, sizes that do not fit.
+
+Read symbols.py first.
+"""

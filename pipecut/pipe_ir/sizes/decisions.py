@@ -1,4 +1,4 @@
-"""What a model's code decides about symbolic sizes while it is traced, in which call and on which line."""
+"""Decisions of a model's code about symbolic sizes while it is traced, with their calls and lines."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ import torch
 
 from ...torch_internals import asks_for_plain_number, traced_operator, watch_size_decisions
 from ..operators import operator_name, operator_of
-from ..tracing.seen import OpenSpan
-from ..tracing.user_line import user_line
-
-# MERGED: Questions about sizes that concern how tensors lie in memory, and not what a model computes.
-# MERGED:
-# MERGED: Whether a tensor is contiguous depends on which of its dims have size 1. torch asks that to know the
-# MERGED: result of an
-# MERGED: operation. The operation itself is in the trace, and asks anew when it runs.
-
+from ..tracing.records import OpenSpan
+from ..tracing.user_code import user_line
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 
 
 def _is_about_layout(expr: sympy.Basic, answer: Any) -> bool:
-    """Whether what is asked now is such a question, and was answered as for any size but 0 and 1."""
+    """Return True if a question concerns the layout of tensors, and has the answer of all sizes but 0 and 1.
+
+    Whether a tensor is contiguous depends on the dims of size 1. torch asks that to know the result of an operation.
+    The operation itself is in the trace, and asks again when it runs.
+    """
     return _is_general(expr, answer) and _is_asked_by_torch(_says_unequal(expr, answer))
 
 
@@ -45,7 +42,7 @@ def _is_general(expr: sympy.Basic, answer: Any) -> bool:
 
 
 def _is_asked_by_torch(unequal: bool) -> bool:
-    """Asked within an operation, or by a method of a tensor that makes no operation, like contiguous().
+    """Return True if an operation asks, or a method of a tensor that makes no operation, like contiguous().
 
     An operation that asks whether a size is 1, and is told no, gives a result whose shape is right for 1 too: a size
     that is broadcast has been tied to the other one. Only squeeze is different. What else is asked may decide on a
@@ -66,7 +63,7 @@ def _is_asked_by_torch(unequal: bool) -> bool:
 
 
 class SizeDecisions:
-    """Listens to one trace.
+    """Recorder of the decisions of one trace.
 
     `made` are the decisions, an expression and the answer, with the calls in which they were made; `lines` the lines of
     code; `replaced` what symbols turned out to be, and where; `input_sizes` the sizes of the inputs at the beginning.
@@ -80,7 +77,7 @@ class SizeDecisions:
         self._shape_env: Any = None
 
     def listen(self, tensors: Sequence[torch.Tensor], open_spans: Sequence[OpenSpan]) -> None:
-        """Note what is decided, in the innermost of the open spans, also where torch knows the answer by now."""
+        """Record the decisions in the innermost of the open spans, also those that torch knows the answer to by now."""
         environments = (tensor.fake_mode.shape_env for tensor in tensors if hasattr(tensor, "fake_mode"))
         self._shape_env = next(environments, None)
         if self._shape_env is None:
@@ -98,7 +95,7 @@ class SizeDecisions:
 
     @property
     def replacements(self) -> dict[Any, Any]:
-        """What torch has found symbolic sizes to be."""
+        """Values that torch has found for symbolic sizes."""
         return {} if self._shape_env is None else dict(self._shape_env.replacements)
 
     def _note(self, expr: Any, answer: Any, span: OpenSpan) -> None:

@@ -1,4 +1,4 @@
-"""Which sizes of the inputs the user wants symbolic, and how they are called."""
+"""The `dynamic` option: sizes of the inputs that the user wants symbolic, and their names."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _TAKEN = {"self", "torch", "device", "math", *keyword.kwlist, *dir(builtins)}
 
 @dataclass(frozen=True)
 class DynamicDims:
-    """The dims that were asked for. Places with one name are one size; a place without a name gets one later."""
+    """Dims that the user asked for. Places with one name are one size; a place without a name gets one later."""
 
     asked: Mapping[Place, str | None] = field(default_factory=dict)
     fixed: frozenset[Place] = frozenset()
 
     @property
     def names(self) -> dict[Place, str]:
-        """The names that the user gave."""
+        """Names that the user gave."""
         return {place: name for place, name in self.asked.items() if name is not None}
 
     def symbolic(self, shapes: Sequence[Sequence[int]]) -> set[Place]:
-        """All dims that a trace begins with as symbols: those that were asked for, and the batch."""
+        """Return the dims that are symbols at the beginning of a trace: those that were asked for, and the batch."""
         # One row beside others of several is there to be broadcast, like a mask of shape [1, T]: not a batch of one.
         batched = any(shape and shape[0] > 1 for shape in shapes)
         firsts = {(nth, 0) for nth, shape in enumerate(shapes) if shape and not (batched and shape[0] == 1)}
         return {*self.asked, *firsts, *self.alike(shapes)} - self.fixed
 
     def alike(self, shapes: Sequence[Sequence[int]]) -> set[Place]:
-        """Dims that nobody named and that are as large as one with a name: the model may turn out to tie them."""
+        """Return dims without a name that are as large as one with a name: the model may turn out to tie them."""
         named = {
             shapes[nth][dim] for (nth, dim), name in self.names.items() if name != "batch" and shapes[nth][dim] > 1
         }
@@ -54,7 +54,7 @@ NOTHING_ASKED = DynamicDims()
 
 
 def read_dynamic(dynamic: Any, tensors: Mapping[str, torch.Tensor], model_name: str) -> DynamicDims:
-    """Check what the user wrote against the tensors of the example, which are given by path, in the order of the call.
+    """Check the `dynamic` option against the tensors of the example, given by path in the order of the call.
 
     >>> ids = torch.zeros(4, 10)
     >>> read_dynamic({"ids": {1: "seq"}, "mask": ("batch", "seq")}, {"ids": ids, "mask": ids}, "Net").names
@@ -80,12 +80,12 @@ def read_dynamic(dynamic: Any, tensors: Mapping[str, torch.Tensor], model_name: 
             if asked.get(place, name) != name:
                 raise InputError(_two_names(found, dim, asked[place], name))
             asked[place] = name
-    _check_one_size_a_name(asked, tensors)
+    _check_one_size_per_name(asked, tensors)
     return DynamicDims(asked, frozenset(fixed))
 
 
 def _path(given: Any, tensors: Mapping[str, torch.Tensor], model_name: str) -> str:
-    """The input that is meant: by its path, or by its name alone if it came through `**kwargs`."""
+    """Return the path of the input that is meant: its path, or its name alone if it came through `**kwargs`."""
     if given in tensors:
         return str(given)
     alike = [path for path in tensors if path.endswith(f"[{given!r}]")]
@@ -101,7 +101,7 @@ def _path(given: Any, tensors: Mapping[str, torch.Tensor], model_name: str) -> s
 
 
 def _names_by_dim(path: str, tensor: torch.Tensor, wish: Any) -> dict[int, str | int | None]:
-    """What is said of each dim: a name, None for a dim that gets one later, or the one size that it has."""
+    """Return for each dim that is mentioned its name, None if it gets one later, or the one size that it has."""
     if isinstance(wish, Mapping):
         pairs = list(wish.items())
     elif isinstance(wish, Sequence) and not isinstance(wish, str) and all(_is_number(item) for item in wish):
@@ -152,7 +152,7 @@ def _check_name(path: str, dim: int, name: Any, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_one_size_a_name(asked: Mapping[Place, str | None], tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_one_size_per_name(asked: Mapping[Place, str | None], tensors: Mapping[str, torch.Tensor]) -> None:
     paths, shapes = list(tensors), [tensor.shape for tensor in tensors.values()]
     first: dict[str, Place] = {}
     for (nth, dim), name in asked.items():

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from ..operators import operator_name, operator_of
-from ..tracing.seen import SeenNode
+from ..tracing.records import RecordedNode
 
 _Hints = Mapping[sympy.Symbol, int]
 
@@ -22,19 +22,19 @@ _EVERYTHING = (0, 2**63 - 1)  # numbers[:, None] begins with numbers[0:...]
 
 
 def same_sizes(
-    nodes: Sequence[SeenNode], inputs: Sequence[Node], hints: _Hints, names: Mapping[sympy.Symbol, str]
+    nodes: Sequence[RecordedNode], inputs: Sequence[Node], hints: _Hints, names: Mapping[sympy.Symbol, str]
 ) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Symbols that are to be replaced by others: those of inputs that are read row by row, or not at all.
+    """Return symbols to replace by others: those of inputs that are read row by row, or not at all.
 
     `names` are those that the user gave: sizes of different names stay apart.
     """
-    seen = {node.node: node for node in nodes}
+    recorded = {node.node: node for node in nodes}
     free = {_symbol_of(node) for node in inputs} - {None}
     merged: dict[sympy.Symbol, sympy.Symbol] = {}
     for node in nodes:
         if node.op == "call_function" and operator_name(node.target) == "aten::index":
             source, index = node.args[0], node.args[1][0]
-            rows, numbers = _rows(source, seen), _row_numbers(index, seen)
+            rows, numbers = _rows(source, recorded), _row_numbers(index, recorded)
             alike = names.get(rows, names.get(numbers)) == names.get(numbers, names.get(rows))
             if rows != numbers and {rows, numbers} <= free and hints[rows] == hints[numbers] and alike:
                 merged.setdefault(rows, numbers)
@@ -43,12 +43,12 @@ def same_sizes(
 
 
 def _of_unused(
-    nodes: Sequence[SeenNode],
+    nodes: Sequence[RecordedNode],
     inputs: Sequence[Node],
     hints: _Hints,
     merged: Mapping[sympy.Symbol, sympy.Symbol],
 ) -> dict[sympy.Symbol, sympy.Symbol]:
-    """An input that nobody reads is taken to be a part of the batch, if it has as many rows."""
+    """Return the symbols of inputs that no operation reads: these belong to the batch if they have as many rows."""
     read = {argument for node in nodes for argument in node.node.all_input_nodes}
     firsts = [(node, _symbol_of(node)) for node in inputs]
     used = {symbol for node, symbol in firsts if symbol is not None and node in read}
@@ -60,7 +60,7 @@ def _of_unused(
 
 
 def _chained(merged: dict[sympy.Symbol, sympy.Symbol]) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Each to the end of its chain."""
+    """Replace each symbol by the end of its chain."""
     for symbol in merged:
         end = merged[symbol]
         while end in merged and merged[end] != symbol:
@@ -69,21 +69,21 @@ def _chained(merged: dict[sympy.Symbol, sympy.Symbol]) -> dict[sympy.Symbol, sym
     return {symbol: end for symbol, end in merged.items() if symbol != end}
 
 
-def _rows(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | None:
-    """The number of rows of an input, if these are its rows one by one."""
-    node = seen.get(value)
+def _rows(value: Any, recorded: Mapping[Node, RecordedNode]) -> sympy.Symbol | None:
+    """Return the number of rows of an input, if these are its rows one by one."""
+    node = recorded.get(value)
     while node is not None and node.op == "call_function" and operator_of(node.target).keeps_rows:
         rows = node.value.shape[:1]
-        tensors = [item for item in _tensors(node.args, seen) if rows and item.value.shape[:1] == rows]
+        tensors = [item for item in _tensors(node.args, recorded) if rows and item.value.shape[:1] == rows]
         node = tensors[0] if len(tensors) == 1 else None
     if node is None or node.op != "placeholder" or not isinstance(node.value, torch.Tensor) or not node.value.dim():
         return None
     return _symbol(node.value.shape[0])
 
 
-def _row_numbers(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | None:
-    """How many numbers there are, if they are 0, 1, 2..."""
-    node = seen.get(value)
+def _row_numbers(value: Any, recorded: Mapping[Node, RecordedNode]) -> sympy.Symbol | None:
+    """Return the length of a list of numbers, if they are 0, 1, 2..."""
+    node = recorded.get(value)
     while node is not None and node.op == "call_function":
         name = operator_name(node.target).removeprefix("aten::")
         if name == "arange":
@@ -91,17 +91,17 @@ def _row_numbers(value: Any, seen: Mapping[Node, SeenNode]) -> sympy.Symbol | No
             plain = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
             return _symbol(node.value.shape[0]) if plain else None
         whole = name == "slice" and tuple(node.args[2:]) == _EVERYTHING
-        node = seen.get(node.args[0]) if whole or operator_of(node.target).keeps_numbers else None
+        node = recorded.get(node.args[0]) if whole or operator_of(node.target).keeps_numbers else None
     return None
 
 
-def _tensors(values: Iterable[Any], seen: Mapping[Node, SeenNode]) -> list[SeenNode]:
-    nodes = [seen[value] for value in values if isinstance(value, Node) and value in seen]
+def _tensors(values: Iterable[Any], recorded: Mapping[Node, RecordedNode]) -> list[RecordedNode]:
+    nodes = [recorded[value] for value in values if isinstance(value, Node) and value in recorded]
     return [node for node in nodes if isinstance(node.value, torch.Tensor)]
 
 
 def _symbol_of(node: Node) -> sympy.Symbol | None:
-    """The number of rows of an input."""
+    """Return the number of rows of an input."""
     value = node.meta["val"]
     return _symbol(value.shape[0]) if value.dim() else None
 
@@ -111,11 +111,6 @@ def _symbol(size: Any) -> sympy.Symbol | None:
     return expr if isinstance(expr, sympy.Symbol) else None
 
 
-# MERGED: Sizes that are equal by what the model's code has decided, where torch does not draw the conclusion.
-# MERGED:
-# MERGED: Of `batch*seq == rows*seq` torch keeps the equation, and of `seq <= length`, `length <= seq` both halves.
-
-
 _Resolve = Callable[[Any], Any]
 Decision = tuple[sympy.Basic, Any]  # what was asked, and the answer
 
@@ -123,7 +118,10 @@ Decision = tuple[sympy.Basic, Any]  # what was asked, and the answer
 def implied_equalities(
     decisions: Iterable[Decision], resolved: _Resolve
 ) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
-    """Pairs of symbols that stand for one size."""
+    """Yield pairs of symbols that are one size by the decisions of the code, where torch does not conclude it.
+
+    Of `batch*seq == rows*seq` torch keeps the equation, and of `seq <= length`, `length <= seq` both halves.
+    """
     at_most: set[sympy.Basic] = set()
     for decision in decisions:
         for difference, is_equation in _differences(decision, resolved):
@@ -135,7 +133,7 @@ def implied_equalities(
 def related(
     symbol: sympy.Symbol, others: Iterable[sympy.Symbol], decisions: Iterable[Decision], resolved: _Resolve
 ) -> sympy.Symbol | None:
-    """The first of the other symbols that the code has compared this one with."""
+    """Return the first of the other symbols that the code has compared this one with."""
     compared = [
         difference.free_symbols
         for decision in decisions
@@ -146,7 +144,7 @@ def related(
 
 
 def _differences(decision: Decision, resolved: _Resolve) -> Iterator[tuple[sympy.Basic, bool]]:
-    """A decision as `difference <= 0`, or `difference == 0`; nothing for what says neither."""
+    """Yield a decision as a difference that is at most 0 (False) or equal to 0 (True); nothing for any other."""
     expr, answer = decision
     if not isinstance(expr, sympy.core.relational.Relational):
         return
@@ -167,7 +165,7 @@ _FORMS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 def _solved(difference: sympy.Basic) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
-    """The two symbols, if the equation says no more than that they are equal: `a - b`, or `a*c - b*c`."""
+    """Yield the two symbols of an equation that says no more than that they are equal: `a - b`, or `a*c - b*c`."""
     terms = sympy.Add.make_args(difference)
     if len(terms) != 2:
         return

@@ -1,4 +1,4 @@
-"""Whether the sizes of a call are among those that a trace stands for, and what is allowed if not."""
+"""Sizes for which a trace holds: its conditions, its fixed dims, and messages about calls that do not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FARTHEST = 2048  # how far allowed sizes are looked for: a message has to come 
 
 
 def size_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
-    """Sizes that are one in the trace and differ in this call, or sizes that the trace does not hold for."""
+    """Describe sizes that are one in the trace and differ in this call, or that the trace does not hold for."""
     places = [
         (f"{entry.path} (dim {dim})", expected, given[entry.path].shape[dim])
         for entry in call.inputs
@@ -45,7 +45,7 @@ def _others(first: Mapping[sympy.Basic, tuple[str, int]], expected: sympy.Basic)
 
 
 def _broken_conditions(conditions: Sequence[Condition], sizes: _Sizes) -> list[str]:
-    """The conditions that do not hold for these sizes, in words.
+    """Describe the conditions that do not hold for these sizes.
 
     >>> seq = sympy.Symbol("seq", integer=True, positive=True)
     >>> conditions = [Condition(seq > 2, "model.py:7", 0), Condition(sympy.Eq(sympy.Min(64, seq), seq), "", 0)]
@@ -72,7 +72,7 @@ def _broken(condition: Condition, conditions: Sequence[Condition], sizes: _Sizes
 
 
 def _allowed_sizes(symbol: sympy.Basic, conditions: Iterable[Condition], given: int) -> str:
-    """The sizes for which all conditions on one size alone hold: `seq from 3 to 64`.
+    """Describe the sizes for which all conditions on one size alone hold: `seq from 3 to 64`.
 
     >>> seq = sympy.Symbol("seq", integer=True, positive=True)
     >>> _allowed_sizes(seq, [Condition(sympy.Eq(seq % 8, 0), "", 0), Condition(seq > 8, "", 0)], 1)
@@ -111,13 +111,10 @@ def _sorted(symbols: Iterable[sympy.Basic]) -> list[sympy.Basic]:
     return sorted(symbols, key=str)
 
 
-# MERGED: Sizes that were to be symbolic, and that the model's code has tied down: to a number, or to another size.
-
-
 def find_fixed_dims(
     run: Recorder, asked: DynamicDims, inputs: Sequence[TracedInput], values: Sequence[int]
 ) -> tuple[FixedDim, ...]:
-    """The dims of inputs that are no symbol of their own any more, though the trace began with one; in their order."""
+    """Return the dims of inputs that began as symbols, and that the code has tied to a number or another size."""
     by_value = {entry.value: entry for entry in inputs}
     lines = {
         (nth, dim): _line(run, expr)
@@ -138,7 +135,7 @@ def find_fixed_dims(
 
 
 def _line(run: Recorder, symbol: sympy.Basic) -> str:
-    """The line that replaced a symbol, or replaced what it had been replaced by."""
+    """Return the line that replaced a symbol, or the symbol that replaced it."""
     line = ""
     while symbol in run.decisions.replaced:
         symbol, line = run.decisions.replaced[symbol]
@@ -146,13 +143,13 @@ def _line(run: Recorder, symbol: sympy.Basic) -> str:
 
 
 def _line_of_name(name: str | None, lines: Mapping[Place, str], names: Mapping[Place, str]) -> str:
-    """The line that replaced another dim of this name."""
+    """Return the line that replaced another dim of this name."""
     found = [line for place, line in lines.items() if line and name is not None and names.get(place) == name]
     return found[0] if found else ""
 
 
 def warn_of_fixed_dims(traced: TracedModel) -> None:
-    """One warning about all sizes that the user wants symbolic and that are not; the batch is always wanted."""
+    """Warn once of all sizes that the user wants symbolic and that are not; the batch is always wanted."""
     fixed = [fixed for fixed in traced.fixed_dims if fixed.asked]
     firsts = [size for entry in traced.inputs if entry.spec is not None for size in entry.spec.shape[:1]]
     has_batch = any(not isinstance(size, int) for size in firsts)
@@ -162,12 +159,12 @@ def warn_of_fixed_dims(traced: TracedModel) -> None:
     for entry in fixed:
         by_size.setdefault((entry.name or f"{entry.path}, dim {entry.dim}", entry.size), []).append(entry)
     if by_size:
-        what = "\n".join(_told(entries) for entries in by_size.values())
+        what = "\n".join(_describe(entries) for entries in by_size.values())
         told = f"the trace of {type(traced.model).__name__} holds for some sizes only:\n{what}"
         warn(told)
 
 
-def _told(entries: Sequence[FixedDim]) -> str:
+def _describe(entries: Sequence[FixedDim]) -> str:
     first = entries[0]
     places = " and ".join(f"dim {entry.dim} of {entry.path}" for entry in entries)
     subject = f"{first.name} ({places})" if first.name else places
@@ -177,13 +174,10 @@ def _told(entries: Sequence[FixedDim]) -> str:
     return f"  {subject} is always {first.size}: {why}. If they may differ, trace with an example in which they do"
 
 
-# MERGED: The conditions on sizes that a trace rests on.
-
-
 def find_conditions(
     run: Recorder, symbols: Symbols, operations: Sequence[Operation], span_ticks: Mapping[int, tuple[int, int]]
 ) -> tuple[Condition, ...]:
-    """What the code decided about sizes, and what follows from operations that treat a size of 1 apart."""
+    """Return the decisions of the code about sizes, and the conditions of operations that treat a size of 1 apart."""
     decided = [
         Condition(holds, run.decisions.lines[expr, answer, id(span)], span_ticks[id(span)][0])
         for (expr, answer), spans in run.decisions.made.items()
@@ -201,7 +195,7 @@ def find_conditions(
 
 
 def _condition_in_words(symbols: Symbols, expr: sympy.Basic, answer: Any) -> sympy.Basic | None:
-    """A decision in the names of the dims; None for what holds for all sizes, or depends on data."""
+    """Return a decision in the names of the dims; None if it holds for all sizes, or depends on data."""
     is_yes_or_no = isinstance(expr, sympy.logic.boolalg.Boolean)
     holds = (expr if answer else sympy.Not(expr)) if is_yes_or_no else sympy.Eq(expr, answer)
     renamed = symbols.renamed(holds)
@@ -209,7 +203,7 @@ def _condition_in_words(symbols: Symbols, expr: sympy.Basic, answer: Any) -> sym
 
 
 def _squeezed_dims(operations: Sequence[Operation], op: Operation) -> list[sympy.Basic]:
-    """The symbolic dims that a squeeze would drop at size 1, and the trace has kept."""
+    """Return the symbolic dims that a squeeze would drop at size 1, and the trace has kept."""
     spec = operations[op.refs[0]].spec
     shape = spec.shape if spec is not None else ()
     if len(op.args) > 1:

@@ -1,4 +1,4 @@
-"""From torch's symbolic sizes to sympy expressions in the user's own words."""
+"""Symbolic sizes of a trace as sympy expressions with readable names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Symbols:
-    """The symbolic dims of a trace's inputs, each under a readable name.
+    """Symbolic dims of a trace's inputs, each under a readable name.
 
-    `same` has the symbols that stand for the size of another one, or for a number. `asked` is what the user calls the
-    dims of inputs, whose `shapes` are those of the example: dims of one name are one size. `decisions` on sizes may tie
-    more of them. `origin` is an input's dim that has each size, `named` the sizes that the user named.
+    `same` has the symbols that stand for the size of another one, or for a number. `asked` has the user's names for
+    the dims of inputs, whose `shapes` are those of the example: dims of one name are one size. `decisions` on sizes
+    may tie more of them. `origin` is an input's dim that has each size, `named` the sizes that the user named.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Symbols:
             for dim, size in enumerate(tensor.shape)
         }
         self._merge_names(places, names)
-        self._settle_alike(places, asked, shapes, decisions)
+        self._resolve_alike(places, asked, shapes, decisions)
         for one, other in implied_equalities(decisions, self._resolved):
             self._merge(one, other, places)
         wishes: dict[sympy.Basic, str] = {}
@@ -64,7 +64,7 @@ class Symbols:
         }
 
     def _merge_names(self, places: Mapping[Place, Any], names: Mapping[Place, str]) -> None:
-        """Dims of one name get one size: a number where one of them has become a number."""
+        """Give dims of one name one size: a number if one of them has become a number."""
         first: dict[str, sympy.Basic] = {}
         for place, name in names.items():
             mine, other = self._resolved(places[place]), self._resolved(first.setdefault(name, places[place]))
@@ -75,14 +75,14 @@ class Symbols:
             elif isinstance(other, sympy.Symbol) and other not in mine.free_symbols:
                 self._merged[other] = mine
 
-    def _settle_alike(
+    def _resolve_alike(
         self,
         places: Mapping[Place, Any],
         asked: DynamicDims,
         shapes: Sequence[Sequence[int]],
         decisions: Sequence[Decision],
     ) -> None:
-        """Dims without a name that are as large as one with a name: the same size, or a number as in the example."""
+        """Tie dims without a name that are as large as a named one to that size, or to the number of the example."""
         alike = asked.alike(shapes)
         wanted = {self._resolved(expr) for place, expr in places.items() if place not in alike}
         for nth, dim in sorted(alike):
@@ -94,7 +94,7 @@ class Symbols:
                 self._merged[symbol] = related(symbol, others, decisions, self._resolved) or sympy.Integer(size)
 
     def _merge(self, one: sympy.Symbol, other: sympy.Symbol, places: Mapping[Place, Any]) -> None:
-        """Two symbols that are one size: the one that the inputs have first stays."""
+        """Merge two symbols that are one size: the one that the inputs have first stays."""
         order = [self._resolved(expr) for expr in places.values()]
         one, other = self._resolved(one), self._resolved(other)
         if one != other and one in order and other in order:
@@ -102,7 +102,7 @@ class Symbols:
             self._merged[second] = first
 
     def _resolved(self, expr: Any) -> Any:
-        """An expression without the symbols that stand for something else."""
+        """Return an expression without the symbols that were merged into others."""
         expr = sympy.sympify(expr)
         while expr.free_symbols & self._merged.keys():
             expr = expr.xreplace(self._merged)
@@ -117,19 +117,19 @@ class Symbols:
         return wish
 
     def number(self, value: Any) -> sympy.Basic | int | None:
-        """A symbolic number as an expression of the dims; None when it depends on data."""
+        """Return a symbolic number as an expression of the dims; None if it depends on data."""
         expr = _expr(value)
         return expr if isinstance(expr, int) else _plain(self.renamed(expr))
 
     def renamed(self, expr: sympy.Basic) -> sympy.Basic | None:
-        """An expression in the names of the dims; None when it depends on data."""
+        """Return an expression in the names of the dims; None if it depends on data."""
         if not expr.free_symbols <= self._renamed.keys():
             return None
         renamed: sympy.Basic = expr.xreplace(self._renamed)
         return renamed
 
     def spec(self, tensor: torch.Tensor, requires_grad: bool) -> TensorSpec:
-        """The spec of a traced tensor."""
+        """Return the spec of a traced tensor."""
         strided = tensor.layout == torch.strided
         stride = tuple(map(self._dim, tensor.stride())) if strided else ()
         return TensorSpec(tuple(map(self._dim, tensor.shape)), tensor.dtype, stride, requires_grad)
@@ -149,12 +149,12 @@ def _plain(expr: Any) -> Any:
 
 
 def sizes_of(dims: Mapping[sympy.Symbol, tuple[int, int]], tensors: Mapping[int, torch.Tensor]) -> dict[str, int]:
-    """What the symbolic dims are in a call with these tensors."""
+    """Return the sizes of the symbolic dims in a call with these tensors."""
     return {str(symbol): tensors[value].shape[dim] for symbol, (value, dim) in dims.items() if value in tensors}
 
 
 def hints_of(symbolic: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
-    """What torch's symbols are in the example."""
+    """Return the sizes of torch's symbols in the example."""
     return {
         _expr(size): number
         for tensor, real in zip(symbolic, example, strict=True)
@@ -164,6 +164,6 @@ def hints_of(symbolic: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) 
 
 
 def names_of(symbolic: Sequence[torch.Tensor], names: Mapping[Place, str]) -> dict[sympy.Symbol, str]:
-    """What the user calls torch's symbols."""
+    """Return the user's names of torch's symbols."""
     exprs = {_expr(symbolic[position].shape[dim]): name for (position, dim), name in names.items()}
     return {expr: name for expr, name in exprs.items() if isinstance(expr, sympy.Symbol)}

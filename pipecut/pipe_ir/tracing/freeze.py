@@ -1,4 +1,4 @@
-"""Turns the nodes and spans of a finished trace into a TracedModel."""
+"""Conversion of the nodes and spans of a finished trace to a TracedModel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ...torch_internals import storage_id
-from ..inputs import Example, ambient_autocast
+from ..inputs import Example, active_autocast
 from ..marker import is_mark
 from ..operators import operator_of
 from ..sizes.equal import same_sizes
@@ -21,22 +21,22 @@ from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
 from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
 from .effects import Modes, returned_argument, written_arguments
 from .recorder import Recorder
-from .seen import OpenSpan, SeenNode, SeenTensor
-from .user_line import line_of
-
-# MERGED: The operations of a trace while it is read: each can still change, as long as operations in place are to come.
+from .records import OpenSpan, RecordedNode, RecordedTensor
+from .user_code import line_of
 
 
 @dataclass
-class _Draft:
-    """A value while its last writer is not known yet."""
+class _OpenOperation:
+    """An operation that can still change: its value may be written to by later ones."""
 
     operation: Operation
     requires_grad: bool
 
 
-class _Drafts:
-    """Steps, one for each node that stands for a value; `index` says which, `numbers` has the nodes that are sizes.
+class _Operations:
+    """Operations of a trace while it is read, one for each node that stands for a value.
+
+    `index` has the operation of each node, `numbers` the nodes that are sizes.
 
     `state` are the names of parameters and buffers by their nodes; those of `reached` were met past the traced copy.
     """
@@ -49,8 +49,8 @@ class _Drafts:
         self.numbers: dict[Node, Any] = {}
         self.modes = Modes()
         self.state: dict[Node, list[str]] = {}
-        for name, seen in run.state:
-            self.state.setdefault(seen.node, []).append(name)
+        for name, recorded in run.state:
+            self.state.setdefault(recorded.node, []).append(name)
         self.reached: set[Node] = set()
         self._model = model
         self._model_tensors: dict[int, list[str]] = {}
@@ -58,99 +58,101 @@ class _Drafts:
             for name, tensor in named(remove_duplicate=False):
                 self._model_tensors.setdefault(id(tensor), []).append(name)
         self._constants = run.constants
-        self._inputs = {seen.node: seen for seen in run.inputs}
+        self._inputs = {recorded.node: recorded for recorded in run.inputs}
         self._input_names = input_names
         self._device = device
-        self._drafts: list[_Draft] = []
+        self._all: list[_OpenOperation] = []
         self._data_numbers: dict[Any, int] = {}
 
     def finished(self) -> tuple[Operation, ...]:
-        """The operations as they are in the end."""
-        return tuple(replace(draft.operation, spec=_with_grad(draft)) for draft in self._drafts)
+        """Return the operations as they are in the end."""
+        return tuple(replace(each.operation, spec=_with_grad(each)) for each in self._all)
 
-    def note(self, seen: SeenNode, tick: int) -> None:
-        """The next node: a size, a change of modes, or an operation."""
-        if isinstance(seen.value, SYMBOLIC):
-            number = self.symbols.number(seen.value)
+    def note(self, recorded: RecordedNode, tick: int) -> None:
+        """Read the next node: a size, a change of modes, or an operation."""
+        if isinstance(recorded.value, SYMBOLIC):
+            number = self.symbols.number(recorded.value)
             if number is not None:
-                self.numbers[seen.node] = number if isinstance(number, int) else Size(number)
+                self.numbers[recorded.node] = number if isinstance(number, int) else Size(number)
                 return
-        if seen.op == "placeholder" and seen.node not in self.state and seen.node not in self._inputs:
+        if recorded.op == "placeholder" and recorded.node not in self.state and recorded.node not in self._inputs:
             return
-        if seen.op == "call_function" and self.modes.follow(seen.target, seen.args):
+        if recorded.op == "call_function" and self.modes.follow(recorded.target, recorded.args):
             return
-        self._add(seen, tick)
+        self._add(recorded, tick)
 
-    def correct(self, seen: SeenTensor) -> None:
-        """In hindsight only: autograd itself said whether this tensor carries a gradient."""
-        if seen.node in self.index:
-            self._drafts[self.index[seen.node]].requires_grad = seen.requires_grad
+    def correct(self, recorded: RecordedTensor) -> None:
+        """Correct in hindsight the flag of a tensor of which autograd itself said if it carries a gradient."""
+        if recorded.node in self.index:
+            self._all[self.index[recorded.node]].requires_grad = recorded.requires_grad
 
-    def _add(self, seen: SeenNode, tick: int) -> None:
-        kind, target, constant = self._kind(seen)
-        args = tuple(self._argument(item) for item in seen.args)
-        kwargs = {key: self._argument(item) for key, item in seen.kwargs.items()}
+    def _add(self, recorded: RecordedNode, tick: int) -> None:
+        kind, target, constant = self._kind(recorded)
+        args = tuple(self._argument(item) for item in recorded.args)
+        kwargs = {key: self._argument(item) for key, item in recorded.kwargs.items()}
         refs = _refs((args, kwargs))
-        requires_grad = self._carries_gradient(seen, kind, target, refs)
+        requires_grad = self._carries_gradient(recorded, kind, target, refs)
         op = Operation(
-            index=len(self._drafts),
+            index=len(self._all),
             tick=tick,
             kind=kind,
-            name=self._input_names.get(seen.node, seen.node.name),
+            name=self._input_names.get(recorded.node, recorded.node.name),
             target=target,
             args=args,
             kwargs=kwargs,
-            spec=self.symbols.spec(seen.value, requires_grad) if isinstance(seen.value, torch.Tensor) else None,
-            storage=self._storage(seen, target, refs),
+            spec=self.symbols.spec(recorded.value, requires_grad) if isinstance(recorded.value, torch.Tensor) else None,
+            storage=self._storage(recorded, target, refs),
             context=self.modes.context,
-            source=line_of(seen.stack_trace),
+            source=line_of(recorded.stack_trace),
             refs=refs,
             writes=_refs(written_arguments(target, args, kwargs)),
             constant=constant,
         )
-        self._drafts.append(_Draft(op, requires_grad))
-        self.index[seen.node] = op.index
-        if isinstance(seen.value, SYMBOLIC):
-            self._data_numbers[seen.value.node.expr] = op.index
+        self._all.append(_OpenOperation(op, requires_grad))
+        self.index[recorded.node] = op.index
+        if isinstance(recorded.value, SYMBOLIC):
+            self._data_numbers[recorded.value.node.expr] = op.index
         same = returned_argument(target, args, kwargs)
         if isinstance(same, Ref):
-            self._rewrite(seen.node, same.index, op, requires_grad)
+            self._rewrite(recorded.node, same.index, op, requires_grad)
 
-    def _storage(self, seen: SeenNode, target: Any, refs: tuple[int, ...]) -> int | None:
+    def _storage(self, recorded: RecordedNode, target: Any, refs: tuple[int, ...]) -> int | None:
         if operator_of(target).passes_through and refs:
-            return self._drafts[refs[0]].operation.storage
-        return _storage(seen.value)
+            return self._all[refs[0]].operation.storage
+        return _storage(recorded.value)
 
     def _rewrite(self, node: Node, index: int, writer: Operation, requires_grad: bool) -> None:
-        """`y = x.add_(1)`: y is x, which from here on is what the writer made of it."""
-        draft = self._drafts[index]
+        """Follow `y = x.add_(1)`: y is x, which from here on has the spec of the writer."""
+        each = self._all[index]
         self.index[node] = index
-        self._drafts[index] = _Draft(replace(draft.operation, spec=writer.spec), requires_grad)
+        self._all[index] = _OpenOperation(replace(each.operation, spec=writer.spec), requires_grad)
 
-    def _kind(self, seen: SeenNode) -> tuple[OperationKind, Any, Any]:
-        if seen.node in self.state:
-            return "state", self.state[seen.node][0], None
-        if seen.op == "placeholder":
-            return "input", seen.target, None
-        if seen.op == "get_attr":
-            constant = getattr(self._constants, str(seen.target))
+    def _kind(self, recorded: RecordedNode) -> tuple[OperationKind, Any, Any]:
+        if recorded.node in self.state:
+            return "state", self.state[recorded.node][0], None
+        if recorded.op == "placeholder":
+            return "input", recorded.target, None
+        if recorded.op == "get_attr":
+            constant = getattr(self._constants, str(recorded.target))
             if id(constant) in self._model_tensors:
-                self.state[seen.node] = self._model_tensors[id(constant)]
-                self.reached.add(seen.node)
-                return "state", self.state[seen.node][0], None
+                self.state[recorded.node] = self._model_tensors[id(constant)]
+                self.reached.add(recorded.node)
+                return "state", self.state[recorded.node][0], None
             constant = _with_tuple_output(constant) if isinstance(constant, GraphModule) else constant
-            return "constant", seen.target, constant
-        return ("mark" if is_mark(seen.target) else "op"), seen.target, None
+            return "constant", recorded.target, constant
+        return ("mark" if is_mark(recorded.target) else "op"), recorded.target, None
 
-    def _carries_gradient(self, seen: SeenNode, kind: OperationKind, target: Any, refs: tuple[int, ...]) -> bool:
+    def _carries_gradient(
+        self, recorded: RecordedNode, kind: OperationKind, target: Any, refs: tuple[int, ...]
+    ) -> bool:
         if kind == "state":
-            return bool(self._model_tensor(seen.node).requires_grad)
+            return bool(self._model_tensor(recorded.node).requires_grad)
         if kind == "input":
-            return self._inputs[seen.node].requires_grad
-        from_arguments = any(self._drafts[index].requires_grad for index in refs)
-        if not isinstance(seen.value, torch.Tensor):
+            return self._inputs[recorded.node].requires_grad
+        from_arguments = any(self._all[index].requires_grad for index in refs)
+        if not isinstance(recorded.value, torch.Tensor):
             return from_arguments
-        differentiable = seen.value.dtype.is_floating_point or seen.value.dtype.is_complex
+        differentiable = recorded.value.dtype.is_floating_point or recorded.value.dtype.is_complex
         if not (differentiable and self.modes.context.grad) or not operator_of(target).has_gradient:
             return False
         return from_arguments
@@ -172,13 +174,13 @@ class _Drafts:
         return HERE if isinstance(value, torch.device) and value == self._device else value
 
     def _ref(self, index: int) -> Ref:
-        op = self._drafts[index].operation
+        op = self._all[index].operation
         outside = op.kind == "constant" and isinstance(op.constant, torch.Tensor)
         return ConstantRef(index) if outside else Ref(index)
 
     def leaf(self, leaf: Any) -> Any:
-        """What a value in the arguments or results of a call is in terms of operations."""
-        if isinstance(leaf, SeenTensor):
+        """Return a value in the arguments or results of a call in terms of operations."""
+        if isinstance(leaf, RecordedTensor):
             return self._ref(self.index[leaf.node])
         if isinstance(leaf, SYMBOLIC):
             number = self.symbols.number(leaf)
@@ -194,12 +196,12 @@ class _Drafts:
         return self._argument(leaf)
 
     def _constant(self, tensor: torch.Tensor) -> Ref:
-        """A tensor that the model keeps as a plain attribute and passes on."""
-        index = len(self._drafts)
+        """Add a tensor that the model keeps as a plain attribute and passes on."""
+        index = len(self._all)
         spec = self.symbols.spec(tensor, tensor.requires_grad)
         name = f"constant_{index}"
         op = Operation(index, -1, "constant", name, name, (), {}, spec, None, Context(), "", (), constant=tensor)
-        self._drafts.append(_Draft(op, tensor.requires_grad))
+        self._all.append(_OpenOperation(op, tensor.requires_grad))
         return ConstantRef(index)
 
 
@@ -213,7 +215,7 @@ def _storage(value: Any) -> int | None:
 
 
 def _with_tuple_output(graph_module: GraphModule) -> GraphModule:
-    """A branch of torch.cond returns a tuple when it runs, also where it was traced returning a single tensor."""
+    """Let a branch of torch.cond return a tuple, as it does at run time, also if it was traced with a single tensor."""
     output = graph_module.graph.output_node()
     if not isinstance(output.args[0], tuple | list):
         output.args = ((output.args[0],),)
@@ -233,13 +235,13 @@ def _refs(value: Any) -> tuple[int, ...]:
     return ()
 
 
-def _with_grad(draft: _Draft) -> Any:
-    spec = draft.operation.spec
-    return None if spec is None else replace(spec, requires_grad=draft.requires_grad)
+def _with_grad(each: _OpenOperation) -> Any:
+    spec = each.operation.spec
+    return None if spec is None else replace(spec, requires_grad=each.requires_grad)
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
-    """All of a trace as frozen values, independent of the tracer."""
+    """Return all of a trace as frozen values, independent of the tracer."""
     return _Freezer(model, example, run, training).traced()
 
 
@@ -249,11 +251,11 @@ class _Freezer:
         self.model, self.example, self.run, self.training = model, example, run, training
         self.root = run.root
         names = _input_names(example)
-        values = [seen.node.meta["val"] for seen in run.inputs]
+        values = [recorded.node.meta["val"] for recorded in run.inputs]
         dim_names = example.dynamic.names
         same = same_sizes(
             run.nodes,
-            [seen.node for seen in run.inputs],
+            [recorded.node for recorded in run.inputs],
             hints_of(values, example.tensors),
             names_of(values, dim_names),
         )
@@ -263,17 +265,17 @@ class _Freezer:
             inputs, {**run.decisions.replacements, **same}, example.dynamic, shapes, run.decisions.made
         )
         self.device = _device(model, example)
-        input_names = {seen.node: name for seen, name in zip(run.inputs, names, strict=True)}
-        self.drafts = _Drafts(model, run, self.symbols, input_names, self.device)
+        input_names = {recorded.node: name for recorded, name in zip(run.inputs, names, strict=True)}
+        self.operations = _Operations(model, run, self.symbols, input_names, self.device)
         self.span_ticks: dict[int, tuple[int, int]] = {}
         self.span_contexts: dict[int, Context] = {}
 
     def traced(self) -> TracedModel:
         self._walk_timeline()
         root = self._span(self.root)
-        output = self.run.output.converted(self.drafts.leaf)
-        operations, index = self.drafts.finished(), self.drafts.index
-        input_values = [index[seen.node] for seen in self.run.inputs]
+        output = self.run.output.converted(self.operations.leaf)
+        operations, index = self.operations.finished(), self.operations.index
+        input_values = [index[recorded.node] for recorded in self.run.inputs]
         inputs = self._inputs(input_values, operations)
         return TracedModel(
             operations=operations,
@@ -285,18 +287,18 @@ class _Freezer:
             hints={
                 str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
             },
-            state_names={index[node]: tuple(names) for node, names in self.drafts.state.items() if node in index},
+            state_names={index[node]: tuple(names) for node, names in self.operations.state.items() if node in index},
             device=self.device,
             model=self.model,
             training=self.training,
             conditions=find_conditions(self.run, self.symbols, operations, self.span_ticks),
-            reached_state=frozenset(index[node] for node in self.drafts.reached),
+            reached_state=frozenset(index[node] for node in self.operations.reached),
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
-            forgotten=self.run.forgotten,
+            untraced_effects=self.run.untraced_effects,
             named_dims=tuple(sorted(self.symbols.named)),
             fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_values),
-            autocast=ambient_autocast(),
+            autocast=active_autocast(),
         )
 
     def _walk_timeline(self) -> None:
@@ -308,7 +310,7 @@ class _Freezer:
             while event is not None and event[0] <= position:
                 self._note_event(event, tick)
                 tick, event = tick + 1, next(pending, None)
-            self.drafts.note(node, tick)
+            self.operations.note(node, tick)
             tick += 1
         while event is not None:
             self._note_event(event, tick)
@@ -318,12 +320,12 @@ class _Freezer:
         _, span, begins = event
         if begins:
             self.span_ticks[id(span)] = (tick, -1)
-            self.span_contexts[id(span)] = self.drafts.modes.context
+            self.span_contexts[id(span)] = self.operations.modes.context
         else:
             self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
         for leaf in (span.args if begins else span.result).leaves:
-            if isinstance(leaf, SeenTensor):
-                self.drafts.correct(leaf)
+            if isinstance(leaf, RecordedTensor):
+                self.operations.correct(leaf)
 
     def _span(self, span: OpenSpan) -> Span:
         begin, end = self.span_ticks[id(span)]
@@ -334,12 +336,14 @@ class _Freezer:
             nth_call=span.nth_call,
             begin=begin,
             end=end,
-            args=span.args.converted(self.drafts.leaf),
-            result=span.result.converted(self.drafts.leaf),
+            args=span.args.converted(self.operations.leaf),
+            result=span.result.converted(self.operations.leaf),
             context=self.span_contexts[id(span)],
             children=children,
             options=span.options,
-            assigned_buffers={name: self.drafts.index[seen.node] for name, seen in span.assigned_buffers.items()},
+            assigned_buffers={
+                name: self.operations.index[recorded.node] for name, recorded in span.assigned_buffers.items()
+            },
         )
 
     def _inputs(self, input_values: list[int], operations: tuple[Operation, ...]) -> tuple[TracedInput, ...]:

@@ -1,50 +1,51 @@
-"""Writes down which module calls, checkpoints and custom autograd functions happen while a model is traced.
+"""Recorder of the module calls, checkpoints and custom autograd functions that happen while a model is traced.
 
 torch.export keeps the operations and forgets who asked for them: a call's arguments, that a part was checkpointed,
-that an operation has a backward of its own. All three are seen here, while the traced code runs.
+that an operation has a backward of its own. All three are recorded here, while the traced code runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from ...torch_internals import buffers_of, intercepted_checkpoints, intercepted_functions, makes_higher_order
+from ...torch_internals import buffers_of, intercepted_checkpoints, intercepted_functions, makes_higher_order, replaced
 from ..copies import quiet_subclass
 from ..sizes.decisions import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .intercept import watched
-from .seen import NOTHING, OpenSpan, SeenNode, SeenTensor, attributes_of, is_same
+from .records import NOTHING, OpenSpan, RecordedNode, RecordedTensor, attributes_of, is_same
 
 
 class Recorder:
-    """Watches one model (a copy of the user's) from `watch()` on; `root` is then the tree of all that was called."""
+    """Record of one traced run of a model, a copy of the user's; `root` is the tree of its calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         # Keyed by the modules' own dicts: the tracer hands out stand-ins that share them.
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self.root: OpenSpan | None = None
-        self.inputs: list[SeenTensor] = []
-        self.state: list[tuple[str, SeenTensor]] = []
+        self.inputs: list[RecordedTensor] = []
+        self.state: list[tuple[str, RecordedTensor]] = []
         self.output: Template = NOTHING
-        self.nodes: list[SeenNode] = []
+        self.nodes: list[RecordedNode] = []
         self.constants: nn.Module | None = None
         self._stack: list[OpenSpan] = []
         self.decisions = SizeDecisions()
         self.mode_readers: set[str] = set()
-        self.forgotten: dict[str, str] = {}
+        self.untraced_effects: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
         self._attributes_before: dict[str, dict[str, Any]] = {}
         self._calls: dict[str, int] = {}
@@ -58,39 +59,39 @@ class Recorder:
                 self._watch_module(module)
             stack.enter_context(intercepted_functions(self._on_function))
             stack.enter_context(intercepted_checkpoints(self._on_checkpoint))
-            stack.enter_context(watched(self._on_forgotten))
+            stack.enter_context(_reported_effects(self._on_untraced_effect))
             yield
 
     def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """The traced run begins: these are the model's inputs, and its parameters and buffers are in place."""
+        """Begin the traced run with the model's inputs; its parameters and buffers are in place."""
         mode = get_proxy_mode()
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
         self.decisions.listen(tensors, self._stack)
         self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
-        self.inputs = [self._see_tensor(tensor) for tensor in tensors]
+        self.inputs = [self._record_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
-            self.state += [(name, self._see_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
+            self.state += [(name, self._record_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
 
     def note_output(self, output: Any) -> None:
-        """The traced run ends: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
+        """End the traced run: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
         for path, module in self.model.named_modules():
             # A forward may put a module in the place of another: all of it is new.
             before, after = self._attributes_before.get(path, {}), attributes_of(module)
             changed = sorted(name for name in after if name not in before or not is_same(before[name], after[name]))
             if changed:
                 self.assigned_attributes[path] = tuple(changed)
-        self.output = Template.of(output, self._see_leaf, holders=True)
-        self.nodes = [SeenNode.of(node) for node in self._tracer.graph.nodes]
+        self.output = Template.of(output, self._record_leaf, holders=True)
+        self.nodes = [RecordedNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root
 
-    def see(self, value: Any) -> Template:
-        """A nested value with its tensors replaced by what the tracer knows of them."""
-        return Template.of(value, self._see_leaf)
+    def record(self, value: Any) -> Template:
+        """Return a nested value with its tensors replaced by their records."""
+        return Template.of(value, self._record_leaf)
 
-    def _see_leaf(self, leaf: Any) -> Any:
+    def _record_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return self._see_tensor(leaf)
+            return self._record_tensor(leaf)
         if isinstance(leaf, nn.Module):
             path = self._paths.get(id(vars(leaf)))
             return Opaque(type(leaf).__name__) if path is None else ModuleRef(path)
@@ -100,11 +101,11 @@ class Recorder:
             return leaf
         return Opaque(type(leaf).__name__)
 
-    def _see_tensor(self, tensor: torch.Tensor) -> Any:
+    def _record_tensor(self, tensor: torch.Tensor) -> Any:
         slot = get_proxy_slot(tensor, self._tracer, None)
         if slot is None:
             return tensor  # a plain attribute of the model: the tracer meets it when an operation uses it
-        return SeenTensor(slot.proxy.node, tensor.requires_grad)
+        return RecordedTensor(slot.proxy.node, tensor.requires_grad)
 
     @property
     def position(self) -> int:
@@ -112,17 +113,17 @@ class Recorder:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """How many spans are open, here and in the tracer."""
+        """Number of spans that are open, here and in the tracer."""
         return len(self._stack), len(self._tracer.module_stack)
 
     def abandon(self, depth: tuple[int, int]) -> None:
-        """Forget the spans that are open beyond a depth: an exception ended them."""
+        """Drop the spans that are open beyond a depth: an exception ended them."""
         del self._stack[depth[0] :]
         while len(self._tracer.module_stack) > depth[1]:
             self._tracer.module_stack.popitem()
 
     def _begin(self, kind: SpanKind, path: str, nth_call: int, args: Any, **options: Any) -> OpenSpan:
-        span = OpenSpan(kind, path, nth_call, self.position, self.see(args), options)
+        span = OpenSpan(kind, path, nth_call, self.position, self.record(args), options)
         if self._stack:
             self._stack[-1].children.append(span)
         else:
@@ -133,7 +134,7 @@ class Recorder:
     def _end(self, span: OpenSpan, result: Any) -> None:
         assert self._stack.pop() is span
         span.end = self.position
-        span.result = Template.of(result, self._see_leaf, holders=True)
+        span.result = Template.of(result, self._record_leaf, holders=True)
 
     def _watch_module(self, module: nn.Module) -> None:
         cls = type(module)
@@ -150,7 +151,7 @@ class Recorder:
             module.__class__ = quiet_subclass(cls, members)
 
     def _read_mode(self, module: nn.Module) -> bool:
-        """Stands in for the attribute `training`: who looks at it has a forward that depends on it."""
+        """Read the attribute `training`, and note the module whose forward depends on it."""
         if self._stack:
             self.mode_readers.add(self._stack[-1].path)
         mode: bool = vars(module)["training"]
@@ -165,7 +166,7 @@ class Recorder:
 
     @property
     def listens(self) -> bool:
-        """Not in the branches of torch.cond and the like: these are traced into graphs of their own."""
+        """False in the branches of torch.cond and the like: these are traced into graphs of their own."""
         mode = get_proxy_mode()
         return mode is not None and mode.tracer is self._tracer
 
@@ -188,20 +189,20 @@ class Recorder:
         self._end(span, output)
         for name, tensor in buffers_of(module).items():
             if tensor is not None and tensor is not span.buffers_before.get(name):
-                seen = self._see_tensor(tensor)
-                if isinstance(seen, SeenTensor):
-                    span.assigned_buffers[name] = seen
+                recorded = self._record_tensor(tensor)
+                if isinstance(recorded, RecordedTensor):
+                    span.assigned_buffers[name] = recorded
         return output
 
     def _made_since(self, position: int) -> set[Node]:
         return set(itertools.islice(reversed(self._tracer.graph.nodes), self.position - position))
 
     def _as_own_result(self, leaf: Any, made_inside: set[Node]) -> Any:
-        """A module that hands on its input may do something to it at another time: keep the two values apart."""
+        """Return an alias of an input that a module hands on: it may do something to it at another time."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        seen = self._see_tensor(leaf)
-        made_here = isinstance(seen, SeenTensor) and seen.node in made_inside
+        recorded = self._record_tensor(leaf)
+        made_here = isinstance(recorded, RecordedTensor) and recorded.node in made_inside
         return leaf if made_here else torch.ops.aten.alias.default(leaf)
 
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -220,9 +221,9 @@ class Recorder:
         self._end(span, output)
         return output
 
-    def _on_forgotten(self, name: str) -> None:
+    def _on_untraced_effect(self, name: str) -> None:
         if self._stack and self.listens:
-            self.forgotten.setdefault(self._stack[-1].path, name)
+            self.untraced_effects.setdefault(self._stack[-1].path, name)
 
     def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
         if not self.listens:
@@ -235,3 +236,37 @@ class Recorder:
 
 def _set_mode(module: nn.Module, training: bool) -> None:
     vars(module)["training"] = training
+
+
+# Effects of a forward that leave nothing in a trace: the owner, its attribute, and the name for messages.
+_UNTRACED: tuple[tuple[Any, str, str], ...] = (
+    (torch.Tensor, "register_hook", "Tensor.register_hook()"),
+    (torch.inference_mode, "__enter__", "torch.inference_mode()"),
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__", "torch.autograd.graph.saved_tensors_hooks"),
+    (torch, "manual_seed", "torch.manual_seed()"),
+    (torch.random, "fork_rng", "torch.random.fork_rng()"),
+    (random, "random", "random.random()"),
+    (random, "uniform", "random.uniform()"),
+)
+
+
+# Contexts with subclasses of other names, such as save_on_cpu.
+_CONTEXTS = (torch.autograd.graph.saved_tensors_hooks,)
+
+
+@contextlib.contextmanager
+def _reported_effects(note: Callable[[str], None]) -> Iterator[None]:
+    """Call `note` with the name of each untraced effect of the code in the block."""
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in _UNTRACED:
+            stack.enter_context(replaced(owner, attribute, _noting(getattr(owner, attribute), name, note)))
+        yield
+
+
+def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        entered = isinstance(args[0], _CONTEXTS) if args else False
+        note(f"{name.rpartition('.')[0]}.{type(args[0]).__name__}" if entered else name)
+        return function(*args, **kwargs)
+
+    return noted

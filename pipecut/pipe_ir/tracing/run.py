@@ -1,11 +1,9 @@
-"""Runs a model once under torch.export and freezes what happened as a TracedModel."""
+"""One run of a model under torch.export, recorded and frozen as a TracedModel."""
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,51 +18,12 @@ from ..structure import flatten
 from ..traced import Opaque, Template, TracedModel
 from .freeze import freeze
 from .recorder import Recorder
-from .torch_modes import CertainChances, NotedCalls
-
-# MERGED: Why and where a trace failed, in the words of the user's own code.
-
-
-_OWN_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[2])
-
-# What torch says of these takes a page, and is about the tracer.
-_PLAIN_WORDS = {
-    "GuardOnDataDependentSymNode": "it decides by the values of tensors",
-    "DataDependentOutputException": "it needs the values of tensors",
-    "DynamicOutputShapeException": "it makes tensors whose sizes depend on the data",
-}
-
-
-def place_of(error: BaseException) -> str:
-    """The user's line that raised an error: file, line, function and code; empty where there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
-    if not frames:
-        return ""
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
-
-
-def reason_of(error: BaseException) -> str:
-    """What an error says, in one line."""
-    plain = next((_PLAIN_WORDS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _PLAIN_WORDS), None)
-    if plain is not None:
-        return plain
-    text = str(error).strip().split("\n")[0].strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def why_and_where(error: BaseException) -> str:
-    """Reason and place in one line."""
-    place = place_of(error)
-    return f"{reason_of(error)}, at {place}" if place else reason_of(error)
-
-
-def _is_machinery(filename: str) -> bool:
-    path = Path(filename)
-    return not path.exists() or any(folder in path.parents for folder in _OWN_FOLDERS)
+from .torch_modes import FoldCertainRandomBranches, TraceNoopContiguous
+from .user_code import place_of
 
 
 class _ForwardError(Exception):
-    """The model's own code failed. torch would print the graph that it hangs on an error; not on this one."""
+    """Raised when the model's own code fails; torch cannot attach its graph, which it would print."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -76,7 +35,7 @@ class _ForwardError(Exception):
 
 
 class _Entry(nn.Module):
-    """What torch.export sees: a module that takes tensors only, so that any structure passes in and out."""
+    """Module that torch.export traces: it takes tensors only, so that any structure passes in and out."""
 
     def __init__(self, model: nn.Module, example: Example, recorder: Recorder) -> None:
         super().__init__()
@@ -177,18 +136,18 @@ def silence_hooks(model: nn.Module, live: set[str]) -> None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks of the user's."""
+    """Return True if a module has forward hooks of the user's."""
     return any(not _is_part_of_the_forward(hook) for hooks in forward_hooks(module) for hook in hooks.values())
 
 
 def _is_part_of_the_forward(hook: object) -> bool:
-    """torch's own weight_norm, spectral_norm and pruning compute the weights of a module in a hook."""
+    """Return True for hooks of torch's weight_norm, spectral_norm and pruning: they compute the weights."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.startswith("torch.nn.utils")
 
 
 def is_without_memory(model: nn.Module) -> bool:
-    """Whether parameters or buffers of a model are on the meta device."""
+    """Return True if parameters or buffers of a model are on the meta device."""
     return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} >= {"meta"}
 
 
@@ -204,8 +163,8 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             sizes_of_one_traced(),  # what the code decides about a size of 1 becomes a condition of the trace
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
-            CertainChances(),
-            NotedCalls(),
+            FoldCertainRandomBranches(),
+            TraceNoopContiguous(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.

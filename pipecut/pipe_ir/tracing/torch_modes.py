@@ -1,8 +1,4 @@
-"""Random decisions that are no decisions: `torch.rand([]) < 0.0` is never true, so a trace can go on.
-
-That is how models write layer dropout, which most configurations leave at 0. With any other probability the way through
-the model is not known until it runs, and no trace can hold it.
-"""
+"""Modes of torch functions that are active while a model is traced."""
 
 from __future__ import annotations
 
@@ -28,10 +24,13 @@ for _names, _answer in {
                 _COMPARISONS[getattr(_owner, _name)] = _answer
 
 
-class CertainChances(TorchFunctionMode):
-    """Answers `if` for comparisons of `torch.rand([])` whose outcome is certain.
+class FoldCertainRandomBranches(TorchFunctionMode):
+    """Answers `if` for comparisons of `torch.rand([])` whose outcome is certain: `torch.rand([]) < 0.0` is never true.
 
-    >>> with CertainChances():
+    Models write layer dropout like that, and most configurations leave its probability at 0. With any other the way
+    through the model is not known until it runs, and no trace can hold it.
+
+    >>> with FoldCertainRandomBranches():
     ...     bool(torch.rand([]) < 0.0), bool(torch.rand([]) < 1)
     (False, True)
     """
@@ -56,18 +55,14 @@ class CertainChances(TorchFunctionMode):
         return result
 
 
-# MERGED: Calls that torch passes over when there is nothing to do, noted in every trace all the same.
-# MERGED:
-# MERGED: `x.contiguous()` of a tensor that is contiguous leaves nothing in a trace. In another mode or size it may
-# MERGED: not be, and
-# MERGED: the two traces of one code would not match.
+class TraceNoopContiguous(TorchFunctionMode):
+    """Sends `contiguous()` through the dispatcher, so that every trace has it.
 
-
-class NotedCalls(TorchFunctionMode):
-    """Sends `contiguous()` through the dispatcher, where tracers are.
+    Of a tensor that is contiguous, torch returns the tensor itself. In another mode or size it may not be contiguous,
+    and two traces of one code would not match.
 
     >>> x = torch.ones(2)
-    >>> with NotedCalls():
+    >>> with TraceNoopContiguous():
     ...     x.contiguous() is not None
     True
     """

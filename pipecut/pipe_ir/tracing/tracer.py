@@ -1,4 +1,4 @@
-"""Which way a model is traced: with torch.export alone, or with the modules that it cannot trace kept as they are."""
+"""ModelTracer: traces with torch.export alone, or around the modules that it cannot trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..inputs import read_example
 from ..sizes.dynamic import Dynamic
 from ..traced import Fallback, TracedModel
 from .recorder import Recorder
-from .run import has_forward_hooks, is_without_memory, place_of, reason_of, silence_hooks, trace, why_and_where
+from .run import has_forward_hooks, is_without_memory, silence_hooks, trace
+from .user_code import place_of, reason_of, why_and_where
 
 _REMEDIES = {
     False: (
@@ -37,14 +38,14 @@ TracerName = Literal["auto", "export", "fx"]
 
 
 def check_tracer_name(tracer: object) -> None:
-    """Refuse a tracer that is none."""
+    """Raise on an unknown tracer name."""
     if tracer not in get_args(TracerName):
         names = ", ".join(map(repr, get_args(TracerName)))
         raise InputError(f"tracer must be one of {names}, got {tracer!r}")
 
 
 class ModelTracer:
-    """Traces one model with one example, as often as it takes; what turned out to be untraceable stays known."""
+    """Tracer of one model with one example, as often as needed; it remembers the untraceable modules."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ModelTracer:
         self._export_failure: TraceError | None = None
 
     def trace(self, live_hooks: Iterable[str] = (), training: bool | None = None) -> TracedModel:
-        """Trace the model; the arguments are those of `pipe_ir.trace.trace`."""
+        """Trace the model; the arguments are those of `trace`."""
         live_hooks = {*live_hooks, *self._needed_hooks}
         if self.tracer == "export":
             return self._trace_with_hooks(live_hooks, training)
@@ -105,9 +106,9 @@ class ModelTracer:
 
     def _around_eager_modules(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace until no other module fails. Each round finds at least one, so that there is an end."""
-        seen = self._observations(training)
+        observed = self._observations(training)
         while True:
-            eager = EagerModules(seen, self.fallbacks.keys())
+            eager = EagerModules(observed, self.fallbacks.keys())
             try:
                 traced = self._trace(live_hooks, training, eager.prepare)
             except TraceError as failure:
@@ -115,13 +116,13 @@ class ModelTracer:
                     raise self._failed(failure.__cause__ or failure) from (failure.__cause__ or failure)
             else:
                 if not eager.found:
-                    self._warn_of_what_is_left_behind(seen.on_example.changed)
+                    self._warn_of_what_is_left_behind(observed.on_example.changed)
                     return traced
-            self._keep(eager.found, seen)
+            self._keep(eager.found, observed)
 
-    def _keep(self, found: Mapping[str, Exception], seen: Observations) -> None:
+    def _keep(self, found: Mapping[str, Exception], observed: Observations) -> None:
         for path, error in found.items():
-            if any(call.marked for (called, _), call in seen.on_example.calls.items() if called == path):
+            if any(call.marked for (called, _), call in observed.on_example.calls.items() if called == path):
                 raise SplitError(
                     f"pipe_split() stands inside {path!r}, which cannot be traced and therefore cannot be cut inside "
                     f"({why_and_where(error)}); move the mark out of it"
@@ -154,7 +155,7 @@ class ModelTracer:
             ) from error
 
     def _warn_of_what_is_left_behind(self, changed: Iterable[str]) -> None:
-        """A module that stays as it is does not run in the trace: nobody sees there what it sets."""
+        """Warn of attributes that modules set that stay as they are: their code does not run in the trace."""
         left = [name for name in changed if any(name.startswith(f"{path}.") for path in self.fallbacks)]
         new = [name for name in left if name not in self._left_behind]
         self._left_behind.update(new)
@@ -197,7 +198,7 @@ class ModelTracer:
 
 @contextlib.contextmanager
 def _quiet_tracer() -> Iterator[None]:
-    """torch logs what it could not find out about a decision, which is told in plain words here."""
+    """Silence torch's log of decisions that it cannot make: the error says so in plain words."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     refuse = logging.Filter("nobody")
     logger.addFilter(refuse)

@@ -29,7 +29,7 @@ from ...pipe_ir import (
     Size,
     TensorSpec,
     TracedModel,
-    ambient_autocast,
+    active_autocast,
     operator_name,
 )
 from ...torch_internals import (
@@ -135,7 +135,7 @@ def _call_of(traced: TracedModel, op: Operation) -> _Call | None:
         tuple(sorted((str(symbol), max(2, traced.hints.get(str(symbol), 2))) for symbol in symbols)),
         # What blocks of one kind do to an operation is the same.
         tuple(replace(block, number=0) for block in op.context.autocast),
-        ambient_autocast(),
+        active_autocast(),
     )
 
 

@@ -1,4 +1,4 @@
-"""What is seen of a trace while it runs: tensors, graph nodes, and calls that are not over yet."""
+"""Records of a trace while it runs: tensors, graph nodes, open calls, attributes of modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = Template(LEAF, (None,))
 
 
 @dataclass(frozen=True)
-class SeenTensor(Atom):
+class RecordedTensor(Atom):
     """A tensor as the tracer knows it: the graph node that stands for it at that moment."""
 
     node: Node
@@ -24,7 +24,7 @@ class SeenTensor(Atom):
 
 
 @dataclass(frozen=True)
-class SeenNode:
+class RecordedNode:
     """A graph node as it was when the traced run ended; torch.export goes on to rewrite the node itself."""
 
     node: Node
@@ -36,7 +36,7 @@ class SeenNode:
     stack_trace: str
 
     @classmethod
-    def of(cls, node: Node) -> SeenNode:
+    def of(cls, node: Node) -> RecordedNode:
         value, stack_trace = node.meta.get("val"), node.meta.get("stack_trace") or ""
         return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace)
 
@@ -55,14 +55,11 @@ class OpenSpan:
     result: Template = NOTHING
     children: list[OpenSpan] = field(default_factory=list)
     buffers_before: dict[str, Any] = field(default_factory=dict)
-    assigned_buffers: dict[str, SeenTensor] = field(default_factory=dict)
-
-
-# MERGED: A module's own attributes, and whether a forward has changed them.
+    assigned_buffers: dict[str, RecordedTensor] = field(default_factory=dict)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, apart from what nn.Module keeps for it; containers as they are now."""
+    """Return a module's own attributes, apart from those of nn.Module; containers as they are now."""
     own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
     return {name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in own.items()}
 
@@ -71,7 +68,7 @@ _MACHINERY = frozenset(vars(nn.Module()))
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Whether an attribute is what it was: the same object, or an equal plain value."""
+    """Return True if an attribute is unchanged: the same object, or an equal plain value."""
     if isinstance(before, list | tuple) and type(before) is type(after):
         return len(before) == len(after) and all(map(is_same, before, after))
     if isinstance(before, dict) and isinstance(after, dict):
