@@ -217,8 +217,8 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
         )
 
 
-def refuse_forgotten(traced: TracedModel, programs: Sequence[Piece]) -> None:
-    """Refuse to generate code for a forward that does what generated code cannot do."""
+def refuse_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
+    """Raise for a cut forward with effects that generated code cannot have."""
     for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
         raise SplitError(
             f"the forward of {path or type(traced.model).__name__!r} uses {traced.untraced_effects[path]}, and is cut: "

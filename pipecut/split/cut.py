@@ -17,7 +17,7 @@ from .build import (
     generated_paths,
     hooks_to_trace,
     refuse_backward_hooks,
-    refuse_forgotten,
+    refuse_untraced_effects,
     warn_of_assigned_attributes,
 )
 from .codegen.emit import Emitter, Function
@@ -56,7 +56,7 @@ def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _Pi
         traced = tracer.trace(live_hooks)
         plan = find_cuts(traced)
         programs = partition(traced, plan.ticks)
-    refuse_forgotten(traced, programs)
+    refuse_untraced_effects(traced, programs)
     warn_of_assigned_attributes(traced, programs)
     modes = ModeDifferences()
     mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
