@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..schedule import Dataflow
-from ..stage import Generators, PipelineStage, RandomStream, microbatch_seed, stage_seed
+from ..stage import Generators, PipelineStage, RandomStream, derive_seed
 from ..text import did_you_mean
 from .transport.base import Meta
 
@@ -71,7 +71,7 @@ class _PerStage(_PerProcess):
 
     def forward(self, stage: PipelineStage, microbatch: int) -> AbstractContextManager[object]:
         index = stage.stage_index
-        return RandomStream(self.generators[index], stage_seed(self.seed, index, microbatch))
+        return RandomStream(self.generators[index], derive_seed(self.seed, index, microbatch))
 
 
 class _AsUncut(_PerStage):
@@ -90,7 +90,7 @@ class _AsUncut(_PerStage):
     @contextlib.contextmanager
     def forward(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
         index = stage.stage_index
-        begin = microbatch_seed(self.seed, microbatch) if stage.is_first else self.states.pop((index, microbatch))
+        begin = derive_seed(self.seed, microbatch) if stage.is_first else self.states.pop((index, microbatch))
         with RandomStream(self.generators[index], begin, keep_end=not stage.is_last) as stream:
             yield
         if not stage.is_last:

@@ -125,7 +125,7 @@ class PipelineSchedule:
         """Get ready to run a plan: the first one, or another than before."""
         self.info: PipeInfo | None = self.stages[0].pipe_info
         for stage in self.stages:
-            stage.look_at_wrappers()
+            stage.find_wrappers()
         declared = declared_ties(self._given_ties, self.stages)
         self.ties = declared if self.info is None else ties_of_pipe(self.info)
         dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)

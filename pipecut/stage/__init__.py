@@ -46,9 +46,8 @@ from .microbatch import sum_reducer as sum_reducer
 from .randomness import Generators as Generators
 from .randomness import RandomStream as RandomStream
 from .randomness import StepSeeds as StepSeeds
-from .randomness import microbatch_seed as microbatch_seed
+from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
-from .randomness import stage_seed as stage_seed
 from .replica import refuse_ranks_of_pipeline as refuse_ranks_of_pipeline
 from .stage import Flight as Flight
 from .stage import Item as Item

@@ -97,7 +97,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor into a plain tensor; return a plain one as it is."""
-    return tensor.full_tensor() if is_distributed(tensor) else tensor
+    return tensor if type(tensor) is Tensor or not is_distributed(tensor) else tensor.full_tensor()
 
 
 def place_like(on_mesh: MeshLayout, tensor: Any) -> Tensor:

@@ -6,6 +6,7 @@ torch draws from one generator per device, in the order in which operations run,
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -20,38 +21,44 @@ _WITHOUT_GENERATOR = ("cpu", "meta")  # the CPU's is always there
 class Generators:
     """The default generators that modules on a device draw from: the CPU's and, if it is another one, the device's.
 
+    `seed(number)` starts the stream of a seed, `state()` returns bytes on the CPU, and `set_state(bytes)` continues
+    from there. For the CPU alone they are the generator's own methods, for every forward of a stage calls them.
+
     >>> generators = Generators("cpu")
-    >>> generators.seed(7)
+    >>> _ = generators.seed(7)
     >>> before, drawn = generators.state(), torch.rand(3)
-    >>> generators.set_state(before)
+    >>> _ = generators.set_state(before)
     >>> torch.equal(torch.rand(3), drawn)
     True
     """
 
     def __init__(self, device: torch.device | str) -> None:
         place = torch.device(device)
+        alone = place.type in _WITHOUT_GENERATOR
+        source: Any = torch.default_generator if alone else _TwoGenerators(_DeviceGenerator(place))
+        self.seed: Callable[[int], object] = source.manual_seed
+        self.state: Callable[[], Tensor] = source.get_state
+        self.set_state: Callable[[Tensor], object] = source.set_state
+
+
+class _TwoGenerators:
+    """The CPU's default generator and that of an accelerator, as one."""
+
+    def __init__(self, other: _DeviceGenerator) -> None:
         self._cpu = torch.default_generator
         self._cpu_bytes = self._cpu.get_state().numel()
-        self._other = None if place.type in _WITHOUT_GENERATOR else _DeviceGenerator(place)
+        self._other = other
 
-    def seed(self, number: int) -> None:
-        """Start the stream of a seed."""
+    def manual_seed(self, number: int) -> None:
         self._cpu.manual_seed(number)
-        if self._other is not None:
-            self._other.seed(number)
+        self._other.seed(number)
 
-    def state(self) -> Tensor:
-        """Return the state of the generators, as bytes on the CPU."""
-        state = self._cpu.get_state()
-        return state if self._other is None else torch.cat([state, self._other.state()])
+    def get_state(self) -> Tensor:
+        return torch.cat([self._cpu.get_state(), self._other.state()])
 
     def set_state(self, state: Tensor) -> None:
-        """Continue from a state."""
-        if self._other is None:
-            self._cpu.set_state(state)
-        else:
-            self._cpu.set_state(state[: self._cpu_bytes].clone())
-            self._other.set_state(state[self._cpu_bytes :].clone())
+        self._cpu.set_state(state[: self._cpu_bytes].clone())
+        self._other.set_state(state[self._cpu_bytes :].clone())
 
 
 class _DeviceGenerator:
@@ -113,10 +120,10 @@ class RandomStream:
         self._generators.set_state(self._outside)
 
 
-def seed_of(*numbers: int) -> int:
-    """Hash some numbers to a seed, on every machine the same. Similar numbers have unrelated seeds.
+def derive_seed(*numbers: int) -> int:
+    """Hash some numbers to a seed, the same on every machine. Similar numbers have unrelated seeds.
 
-    >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0), 0 <= seed_of(0, 1) < 2**63
+    >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0), 0 <= derive_seed(0, 1) < 2**63
     (True, False, True)
     """
     digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
@@ -161,17 +168,7 @@ class StepSeeds:
         state = torch.default_generator.get_state()
         seed = _draw_seed()
         torch.default_generator.set_state(state)
-        return seed_of(seed, self._evaluations)
-
-
-def microbatch_seed(seed: int, microbatch: int) -> int:
-    """Return the seed of the stream that a microbatch draws from in all stages."""
-    return seed_of(seed, microbatch)
-
-
-def stage_seed(seed: int, stage: int, microbatch: int) -> int:
-    """Return the seed of the stream that one stage draws from for one microbatch."""
-    return seed_of(seed, stage, microbatch)
+        return derive_seed(seed, self._evaluations)
 
 
 def random_streams(microbatches: int, device: torch.device | str = "cpu") -> list[RandomStream]:
@@ -200,4 +197,4 @@ def random_streams(microbatches: int, device: torch.device | str = "cpu") -> lis
     if microbatches < 1:
         raise InputError(f"random_streams() got microbatches={microbatches}: give as many as the schedule has")
     seed, generators = _draw_seed(), Generators(device)
-    return [RandomStream(generators, microbatch_seed(seed, number)) for number in range(microbatches)]
+    return [RandomStream(generators, derive_seed(seed, number)) for number in range(microbatches)]

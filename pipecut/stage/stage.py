@@ -1,4 +1,4 @@
-"""One stage: runs its module forward and backward on values, and keeps what is in flight between the two."""
+"""A stage: runs its module forward and backward on values, and keeps the microbatches in flight between the two."""
 
 from __future__ import annotations
 
@@ -27,12 +27,244 @@ from .examples import Examples
 from .materialize import check_has_memory
 from .replica import Replica, replica_of, wrapped_parts
 
-# MERGED: What a stage takes and gives: which values, in which order, from and to which stages.
+WeightRunner = Callable[[], None]
+
+# autograd's message on a write to a tensor at which its graph begins, or to a view of one.
+_WRITE_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+@dataclass
+class Flight:
+    """A microbatch in flight: inputs and outputs of the module, until its backward is done."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    result: Any = None  # the module's, on the last stage
+    loss: Tensor | None = None
+    pending: PendingWeights | WeightRunner | None = field(default=None)
+
+
+class PipelineStage:
+    """A module as one stage of a pipeline.
+
+    For modules that you cut by hand. Stages of a traced model come from `pipe.build_stage(index, device)`. The module
+    takes the outputs of the stage before it as positional arguments, and returns a tensor or a tuple of tensors; the
+    last one may return anything. Shapes are learnt in the first step, from the tensors that arrive.
+
+    A DTensor is sent as its local part, and is one again on the next stage, on its own mesh: one that its parameters,
+    `input_args` or `output_args` are on, or the one that `get_mesh(mesh_dim_names, mesh_layout)` returns.
+
+    >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    >>> stage.is_first, stage.is_last
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], WeightRunner] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
+        *,
+        pipe_info: PipeInfo | None = None,
+    ) -> None:
+        _check_place(submodule, stage_index, num_stages)
+        examples = Examples(input_args, output_args, input_grads, output_grads).checked(stage_index, num_stages)
+        check_has_memory(submodule, stage_index, torch.device(device))
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self.device = torch.device(device)
+        self.input_args: tuple[Any, ...] | None = examples.input_args
+        self.output_args: tuple[Any, ...] | None = examples.output_args
+        self.group = group
+        _check_group(self.group_size, num_stages)
+        self.dw_builder = dw_builder
+        self.meshes = Meshes(stage_index, get_mesh)
+        for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
+            self.meshes.add_from(flatten(given)[0])
+        self.pipe_info = pipe_info
+        self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
+        self.find_wrappers()
+        self.flights: dict[int, Flight] = {}
+        self.weights = StageWeights(())
+        self._writes_inputs = False  # True once the module was seen to write to its inputs in place
+        self.submod.to(self.device)
+        self.begin_step()
+
+    @property
+    def group_rank(self) -> int:
+        """The rank of this process in the group; 0 without torch.distributed."""
+        return dist.get_rank(self.group) if is_initialized() else 0
+
+    @property
+    def group_size(self) -> int:
+        """The number of ranks in the group; 1 without torch.distributed."""
+        return dist.get_world_size(self.group) if is_initialized() else 1
+
+    def find_wrappers(self) -> None:
+        """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
+        self.replica: Replica = replica_of(self.submod)
+        self._wrapped_parts = wrapped_parts(self.submod)
+        self._part_types = part_types(self.submod)
+
+    def refuse_new_wrappers(self) -> None:
+        """Raise if a part was wrapped since: its gradients would be averaged at the wrong time, or not at all."""
+        types = part_types(self.submod)
+        if types != self._part_types and wrapped_parts(self.submod) != self._wrapped_parts:
+            raise InputError(
+                f"the module of stage {self.stage_index} was put under DistributedDataParallel, replicate() or "
+                "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "
+                "schedule"
+            )
+
+    def begin_step(self, *, splits_backward: bool = True) -> None:
+        """Collect the trainable parameters before the step builds any graph.
+
+        Without `splits_backward` there is no backward for inputs only, for which listeners to gradients matter.
+        """
+        self.flights.clear()
+        parameters = trainable_parameters(self.submod)
+        if not self.weights.matches(parameters):
+            self.weights = StageWeights(parameters)
+        elif splits_backward:
+            self.weights.refresh()
+
+    def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
+        """Run the module on one microbatch, whose tensors are detached from the stages before."""
+        inputs = list(args)
+        with torch.set_grad_enabled(training), self.replica.forward():
+            result = self._call(inputs, kwargs)
+        flight = Flight(inputs, [], result) if self.is_last else Flight(inputs, self._outputs_of(result))
+        if training:
+            self.flights[microbatch] = flight
+        return flight
+
+    def _call(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module; on copies of its inputs if it writes to them in place, as nn.ReLU(inplace=True) does.
+
+        The inputs of a stage are leaves, for their gradients are sent back, and autograd forbids writing to a leaf.
+        """
+        if not self._writes_inputs:
+            try:
+                return self.submod(*inputs, **kwargs)
+            except RuntimeError as error:
+                if _WRITE_TO_LEAF not in str(error):
+                    raise
+        copies, named = map_leaves(_copied, (tuple(inputs), dict(kwargs)))
+        result = self.submod(*copies, **named)
+        if not self._writes_inputs:
+            self._writes_inputs = True
+            warnings.warn(
+                f"the module of stage {self.stage_index} writes to its inputs in place, and gets copies of them from "
+                "now on. That costs memory: inplace=False where the stage begins, or a cut one operation later, "
+                "saves it",
+                stacklevel=2,
+            )
+        return result
+
+    def select_output(self, result: Any) -> Any:
+        """Return what loss_fn and the caller of a step get of the module's result: all of it, unless overridden."""
+        return result
+
+    def _outputs_of(self, result: Any) -> list[Any]:
+        if self.ports is not None:
+            return [] if self.ports.outputs == 0 else [result] if self.ports.outputs == 1 else list(result)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        for place, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                raise PipeError(
+                    f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
+                    "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
+                )
+        self.meshes.add_from(outputs)
+        self._check_outputs(outputs)
+        return outputs
+
+    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Raise on outputs that do not fit the examples of the stage; their number of samples may differ."""
+        if self.output_args is None:
+            return
+        expected = [_sample_of(example) for example in self.output_args]
+        got = [_sample_of(output) for output in outputs]
+        if got != expected:
+            declared, made = listed(map(describe_tensor, self.output_args)), listed(map(describe_tensor, outputs))
+            raise StageMetadataError(
+                f"stage {self.stage_index} was made for output_args {declared}, samples aside, and returned {made}: "
+                "check output_args, or what the module returns"
+            )
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool) -> list[Tensor | None]:
+        """Return the gradients of a microbatch's inputs; those of the parameters come now or in `weight_backward`."""
+        flight = self.flights[microbatch]
+        outputs, grads = _roots_of(flight, output_grads)
+        inputs = flight.inputs
+        if not outputs:
+            flight.inputs, flight.outputs, flight.loss = [], [], None
+            if weights:
+                self.flights.pop(microbatch)
+            return [None] * len(inputs)
+        with self.replica.backward():
+            if weights or self.dw_builder is not None:
+                input_grads = full_backward(outputs, grads, inputs)
+                flight.pending = None if self.dw_builder is None else self.dw_builder()
+            else:
+                input_grads, flight.pending = input_backward(outputs, grads, inputs, self.weights)
+        flight.inputs, flight.outputs, flight.result, flight.loss = [], [], None, None
+        if weights and flight.pending is None:
+            del self.flights[microbatch]
+        elif weights:
+            self.weight_backward(microbatch)
+        return list(input_grads)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """Compute the gradients of the parameters that a backward for the inputs has left."""
+        pending = self.flights.pop(microbatch).pending
+        if pending is None:
+            return
+        with self.replica.weight_backward():
+            if isinstance(pending, PendingWeights):
+                weight_backward(pending)
+            else:
+                pending()
+
+    def mesh_for(self, key: MeshKey) -> Any:
+        """Return the mesh of this rank for a DTensor from another stage."""
+        return self.meshes.find(key, self.submod)
+
+    def clear(self) -> None:
+        """Forget every microbatch in flight."""
+        self.flights.clear()
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> PipelineStage:
+    """Make a stage of a traced model, from its module and the PipeInfo."""
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
+
+
+def is_initialized() -> bool:
+    """Return True if torch.distributed has been set up in this process."""
+    return dist.is_available() and dist.is_initialized()
 
 
 @dataclass(frozen=True)
 class Item:
-    """One value of a parcel: its name, what is known of it, and where its sender has it."""
+    """One value of a parcel: its name, its spec, and its place on the sending stage."""
 
     name: str
     spec: TensorSpec
@@ -44,8 +276,8 @@ class Item:
 class _Ports:
     """The parcels of a traced stage. A parcel is all that one stage sends to another for one microbatch.
 
-    `arguments` says for each argument of the forward from which stage's parcel it comes, and its place there; an input
-    of the model on the first stage has no parcel, and its number instead.
+    `arguments` has, for each argument of the forward, the stage whose parcel it comes with and its place there; for an
+    input of the model on the first stage, None and the number of the input.
     """
 
     arguments: tuple[tuple[int | None, int], ...]
@@ -55,7 +287,7 @@ class _Ports:
 
 
 def _ports_of(info: PipeInfo, stage: int) -> _Ports:
-    """The ports of one stage of a pipe."""
+    """Return the ports of one stage of a pipe."""
     incoming = {
         source: _items(info, source, stage) for source in sorted({e.source for e in info.edges if e.target == stage})
     }
@@ -88,274 +320,23 @@ def _items(info: PipeInfo, source: int, target: int) -> tuple[Item, ...]:
     )
 
 
-# MERGED: A module that writes to its inputs in place, as nn.ReLU(inplace=True) does at the beginning of a stage.
-
-
-# What autograd says of a write to a tensor at which its graph begins, or to a view of one.
-_REFUSED = "leaf Variable that requires grad is being used in an in-place operation"
-
-
-class _WrittenInputs:
-    """Calls a module, on copies of its inputs once it was seen to write to them.
-
-    The inputs of a stage are leaves, for their gradients are sent back, and autograd forbids writing to a leaf.
-    """
-
-    def __init__(self, stage_index: int) -> None:
-        self.stage_index = stage_index
-        self.seen = False
-
-    def call(self, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns."""
-        if not self.seen:
-            try:
-                return module(*inputs, **kwargs)
-            except RuntimeError as error:
-                if _REFUSED not in str(error):
-                    raise
-        copies, named = map_leaves(_copied, (tuple(inputs), dict(kwargs)))
-        result = module(*copies, **named)
-        if not self.seen:
-            self.seen = True
-            warnings.warn(
-                f"the module of stage {self.stage_index} writes to its inputs in place, and gets copies of them from "
-                "now on. That costs memory: inplace=False where the stage begins, or a cut one operation later, "
-                "saves it",
-                stacklevel=2,
-            )
-        return result
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf else value
 
 
-WeightRunner = Callable[[], None]
-
-
-@dataclass
-class Flight:
-    """One microbatch on its way: what went in and came out, until its backward is done."""
-
-    inputs: list[Any]
-    outputs: list[Any]
-    result: Any = None  # what the module returned, on the last stage
-    loss: Tensor | None = None
-    pending: PendingWeights | WeightRunner | None = field(default=None)
-
-
-class PipelineStage:
-    """A module as one stage of a pipeline.
-
-    For modules that you cut by hand. Stages of a traced model come from `pipe.build_stage(index, device)`. The module
-    takes what the stage before it returns, as positional arguments, and returns a tensor or a tuple of tensors; the
-    last one may return anything. Shapes are found out in the first step, from what really arrives.
-
-    A DTensor is sent as its local part, and is one again on the next stage, on its own mesh: one that its parameters,
-    `input_args` or `output_args` are on, or the one that `get_mesh(mesh_dim_names, mesh_layout)` returns.
-
-    >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
-    >>> stage.is_first, stage.is_last
-    (True, True)
-    """
-
-    def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device | str,
-        input_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
-        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
-        group: dist.ProcessGroup | None = None,
-        dw_builder: Callable[[], WeightRunner] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
-        *,
-        pipe_info: PipeInfo | None = None,
-    ) -> None:
-        _check_place(submodule, stage_index, num_stages)
-        examples = Examples(input_args, output_args, input_grads, output_grads).checked(stage_index, num_stages)
-        check_has_memory(submodule, stage_index, torch.device(device))
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.input_args: tuple[Any, ...] | None = examples.input_args
-        self.output_args: tuple[Any, ...] | None = examples.output_args
-        self.group = group
-        _check_group(self.group_size, num_stages)
-        self.dw_builder = dw_builder
-        self.meshes = Meshes(stage_index, get_mesh)
-        for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
-            self.meshes.add_from(flatten(given)[0])
-        self.pipe_info = pipe_info
-        self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
-        self.look_at_wrappers()
-        self.flights: dict[int, Flight] = {}
-        self.weights = StageWeights(())
-        self._written_inputs = _WrittenInputs(stage_index)
-        self.submod.to(self.device)
-        self.begin_step()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the model's inputs come in here."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the model's output comes out here."""
-        return self.stage_index == self.num_stages - 1
-
-    @property
-    def group_rank(self) -> int:
-        """The rank of this process in the group; 0 without torch.distributed."""
-        return dist.get_rank(self.group) if is_initialized() else 0
-
-    @property
-    def group_size(self) -> int:
-        """The number of ranks in the group; 1 without torch.distributed."""
-        return dist.get_world_size(self.group) if is_initialized() else 1
-
-    def look_at_wrappers(self) -> None:
-        """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
-        self.replica: Replica = replica_of(self.submod)
-        self._wrapped_parts = wrapped_parts(self.submod)
-        self._part_types = part_types(self.submod)
-
-    def refuse_new_wrappers(self) -> None:
-        """Raise if a part was wrapped since: its gradients would be averaged at the wrong time, or not at all."""
-        types = part_types(self.submod)
-        if types != self._part_types and wrapped_parts(self.submod) != self._wrapped_parts:
-            raise InputError(
-                f"the module of stage {self.stage_index} was put under DistributedDataParallel, replicate() or "
-                "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "
-                "schedule"
-            )
-
-    def begin_step(self, *, splits_backward: bool = True) -> None:
-        """Collect the trainable parameters before the step builds any graph.
-
-        Without `splits_backward` there is no backward for inputs only, for which listeners to gradients matter.
-        """
-        self.flights.clear()
-        parameters = trainable_parameters(self.submod)
-        if not self.weights.matches(parameters):
-            self.weights = StageWeights(parameters)
-        elif splits_backward:
-            self.weights.refresh()
-
-    def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
-        """Run the module on one microbatch, whose tensors are cut off from the stages before."""
-        inputs = list(args)
-        with torch.set_grad_enabled(training), self.replica.forward():
-            result = self._written_inputs.call(self.submod, inputs, kwargs)
-        flight = Flight(inputs, [] if self.is_last else self._outputs_of(result), result if self.is_last else None)
-        if training:
-            self.flights[microbatch] = flight
-        return flight
-
-    def select_output(self, result: Any) -> Any:
-        """Return what loss_fn and the caller of a step get of the module's result: all of it, unless overridden."""
-        return result
-
-    def _outputs_of(self, result: Any) -> list[Any]:
-        if self.ports is not None:
-            return [] if self.ports.outputs == 0 else [result] if self.ports.outputs == 1 else list(result)
-        outputs = list(result) if isinstance(result, tuple | list) else [result]
-        for place, output in enumerate(outputs):
-            if not isinstance(output, Tensor):
-                raise PipeError(
-                    f"stage {self.stage_index} returned {type(output).__name__} as output {place}; every stage but the "
-                    "last returns a tensor or a tuple of tensors, for only tensors are sent to the next one"
-                )
-        self.meshes.add_from(outputs)
-        self._check_outputs(outputs)
-        return outputs
-
-    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """What comes out fits the example that the stage was made with; the number of samples may be another."""
-        if self.output_args is None:
-            return
-        expected = [_sample_of(example) for example in self.output_args]
-        got = [_sample_of(output) for output in outputs]
-        if got != expected:
-            declared, made = listed(map(describe_tensor, self.output_args)), listed(map(describe_tensor, outputs))
-            raise StageMetadataError(
-                f"stage {self.stage_index} was made for output_args {declared}, samples aside, and returned {made}: "
-                "check output_args, or what the module returns"
-            )
-
-    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool) -> list[Tensor | None]:
-        """The gradients of the inputs of a microbatch; with `weights` those of the parameters too, else they wait."""
-        flight = self.flights[microbatch]
-        outputs, grads = self._ends_of(flight, output_grads)
-        inputs = flight.inputs
-        if not outputs:
-            flight.inputs, flight.outputs, flight.loss = [], [], None
-            if weights:
-                self.flights.pop(microbatch)
-            return [None] * len(inputs)
-        with self.replica.backward():
-            if weights or self.dw_builder is not None:
-                input_grads = full_backward(outputs, grads, inputs)
-                flight.pending = None if self.dw_builder is None else self.dw_builder()
-            else:
-                input_grads, flight.pending = input_backward(outputs, grads, inputs, self.weights)
-        flight.inputs, flight.outputs, flight.result, flight.loss = [], [], None, None
-        if weights:
-            self.weight_backward(microbatch)
-        return list(input_grads)
-
-    def weight_backward(self, microbatch: int) -> None:
-        """The gradients of the parameters that a backward of the inputs has left."""
-        pending = self.flights.pop(microbatch).pending
-        if pending is None:
-            return
-        with self.replica.weight_backward():
-            if isinstance(pending, PendingWeights):
-                weight_backward(pending)
-            else:
-                pending()
-
-    def _ends_of(
-        self, flight: Flight, output_grads: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where the backward starts: the loss, or the outputs for which a gradient came back."""
-        if flight.loss is not None:
-            return ([flight.loss], [output_grads[0]]) if flight.loss.requires_grad else ([], [])
-        pairs = [
-            (output, grad)
-            for output, grad in zip(flight.outputs, output_grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
-        return [output for output, _ in pairs], [grad for _, grad in pairs]
-
-    def mesh_for(self, key: MeshKey) -> Any:
-        """The mesh of this rank on which a DTensor from another stage lies."""
-        return self.meshes.find(key, self.submod)
-
-    def clear(self) -> None:
-        """Forget every microbatch in flight."""
-        self.flights.clear()
-
-
-def build_stage(
-    stage_module: nn.Module,
-    stage_index: int,
-    pipe_info: PipeInfo,
-    device: torch.device | str,
-    group: dist.ProcessGroup | None = None,
-) -> PipelineStage:
-    """A stage of a traced model, from its module and what is known of the pipe."""
-    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
-
-
-def is_initialized() -> bool:
-    """Return True if torch.distributed has been set up in this process."""
-    return dist.is_available() and dist.is_initialized()
+def _roots_of(
+    flight: Flight, output_grads: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the tensors at which the backward starts, the loss or outputs with a gradient, and their gradients."""
+    if flight.loss is not None:
+        return ([flight.loss], [output_grads[0]]) if flight.loss.requires_grad else ([], [])
+    outputs: list[Tensor] = []
+    grads: list[Tensor | None] = []
+    for output, grad in zip(flight.outputs, output_grads, strict=True):
+        if grad is not None and output.requires_grad:
+            outputs.append(output)
+            grads.append(grad)
+    return outputs, grads
 
 
 def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
@@ -379,5 +360,5 @@ def _check_group(size: int, num_stages: int) -> None:
 
 
 def _sample_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What the samples of a tensor have in common."""
+    """Return the properties of a tensor apart from its number of samples."""
     return tuple(tensor.shape[1:]), tensor.dtype, placement_of(MeshLayout.of(tensor))

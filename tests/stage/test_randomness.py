@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipecut import InputError, random_streams
-from pipecut.stage.randomness import Generators, RandomStream, StepSeeds, seed_of
+from pipecut.stage.randomness import Generators, RandomStream, StepSeeds, derive_seed
 
 
 @pytest.fixture
@@ -95,7 +95,10 @@ def test_modules_without_numbers_draw_from_the_cpu_alone() -> None:
 
 def test_seeds_of_a_grid_are_all_different() -> None:
     low_bits = {
-        seed_of(step, stage, microbatch) % 2**32 for step in range(8) for stage in range(8) for microbatch in range(8)
+        derive_seed(step, stage, microbatch) % 2**32
+        for step in range(8)
+        for stage in range(8)
+        for microbatch in range(8)
     }
     assert len(low_bits) == 512  # the generator of a CPU looks at no more
 

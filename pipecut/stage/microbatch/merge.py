@@ -97,12 +97,12 @@ def _check(opened: Sequence[tuple[list[Any], Structure]], sizes: Sequence[int] |
         raise NothingToMergeError("there is nothing to merge: the list of chunks is empty")
     if sizes is not None and len(sizes) != len(opened):
         raise InputError(f"sizes has {len(sizes)} entries for {len(opened)} chunks")
-    expected = _outline(opened[0][1])
+    first = opened[0][1]
     for index, (_, structure) in enumerate(opened):
-        if _outline(structure) != expected:
+        if structure is not first and _outline(structure) != _outline(first):
             raise InputError(
                 f"the outputs of the microbatches differ in structure and cannot be merged: that of microbatch 0 is "
-                f"{_words(opened[0][1])}, and that of microbatch {index} is {_words(structure)}"
+                f"{_words(first)}, and that of microbatch {index} is {_words(structure)}"
             )
 
 

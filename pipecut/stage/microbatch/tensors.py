@@ -228,9 +228,9 @@ def _check_misfits(values: Sequence[Tensor], dim: int, name: str) -> None:
         raise NoSuchDimError(
             f"{name} cannot be joined along dim {dim}: its shape is {list(first.shape)} in microbatch 0; {_FOLD}"
         )
-    place = dim % first.dim()
+    place, expected = dim % first.dim(), _apart_from(first, dim % first.dim())
     for index, value in enumerate(values):
-        if _apart_from(value, place) != _apart_from(first, place):
+        if _apart_from(value, place) != expected:
             raise MisfitError(
                 f"{name} is {tensor_text(first)} on {first.device} in microbatch 0 and {tensor_text(value)} on "
                 f"{value.device} in microbatch {index}: to be joined along dim {dim} they may differ in that dim only"
