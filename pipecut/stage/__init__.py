@@ -1,4 +1,8 @@
-"""What one stage does with values: microbatches, forward, backward."""
+"""Stages: cut and merge microbatches, run a module forward and backward, hold it on several ranks, load and save it.
+
+Begin with stage.py. `microbatch` cuts calls and merges results, `backward` computes gradients in full or in two parts,
+`replica` steers DistributedDataParallel and fully_shard, `materialize` gives stages values and saves them.
+"""
 
 from .backward import PendingWeights as PendingWeights
 from .backward import StageWeights as StageWeights
