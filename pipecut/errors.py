@@ -70,7 +70,7 @@ class CompiledStageError(InputError, RuntimeError):
 
 
 class StepError(PipeError, RuntimeError):
-    """A step failed, on this rank or on another one; the message tells where that began."""
+    """A step failed, on this rank or on another one; the message says where that began."""
 
 
 class LostConnectionError(PipeError):
@@ -99,11 +99,11 @@ class UnknownOpError(PlanError, RuntimeError):
 
 
 class MissingFileError(PlanError, FileNotFoundError):
-    """There is no such plan. It is a FileNotFoundError too, as of any file that is opened."""
+    """There is no such plan. Also a FileNotFoundError."""
 
 
 class TooLittleMemoryError(SplitError):
-    """No cut fits. `needs` is the memory of each rank in the leanest cut that is known."""
+    """No cut fits. `needs` is the memory of each rank in the known cut that needs least."""
 
     def __init__(self, text: str, needs: Sequence[float]) -> None:
         super().__init__(text)
@@ -127,11 +127,11 @@ class PlacementError(InputError, AssertionError):
 
 
 class MisfitError(InputError, RuntimeError):
-    """Tensors that cannot be joined. It is a RuntimeError too, as with torch."""
+    """Tensors that cannot be joined. Also a RuntimeError."""
 
 
 class NoSuchDimError(InputError, IndexError):
-    """Tensors without the dim that they should be joined along. It is an IndexError too, as with torch."""
+    """Tensors without the dim that they should be joined along. Also an IndexError."""
 
 
 class NothingToMergeError(InputError, IndexError):

@@ -61,13 +61,13 @@ class Pipe:
         return len(self.stages)
 
     def get_stage_module(self, stage_index: int) -> nn.Module:
-        """The module of one stage: the model's own hierarchy and names, with what this stage needs."""
+        """Return the module of one stage: the model's own hierarchy and names, with what this stage needs."""
         if not isinstance(stage_index, int) or isinstance(stage_index, bool) or not 0 <= stage_index < self.num_stages:
             raise InputError(f"no stage {stage_index!r}: this pipe has stages 0 to {self.num_stages - 1}")
         return self.stages[stage_index]
 
     def info(self) -> PipeInfo:
-        """What is known of the stages and edges, without the modules."""
+        """Return what is known of the stages and edges, without the modules."""
         return PipeInfo(
             self.num_stages,
             self.stage_infos,
@@ -94,7 +94,7 @@ class Pipe:
         return self.train(False)
 
     def sizes(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """The symbolic dims' sizes in a call with these arguments; `TensorSpec.bind` takes them."""
+        """Return the symbolic dims' sizes in a call with these arguments; `TensorSpec.bind` takes them."""
         return sizes_of(self.traced.dims, bind_inputs(self.traced.call, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Pipe:
         strict: bool = True,
         rename: Callable[[str], str] | None = None,
     ) -> PipelineStage:
-        """One stage, its module moved to the device, for a schedule.
+        """Build one stage, its module moved to the device, for a schedule.
 
         A model that was made on the meta device, or under `pipecut.empty_weights()`, has no values; its stages get them
         here, each only its own, and the model stays as it is:
@@ -225,7 +225,7 @@ class Pipe:
         return text
 
     def explain(self) -> Explanation:
-        """In plain words: what was traced, what is fixed by that, what is cut, sent and recomputed, and why.
+        """Explain in plain words what was traced, what is fixed by that, what is cut, sent and recomputed, and why.
 
         >>> from pipecut import SplitPoint, pipeline
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from .pipe import Pipe
 
 
-WIDTH = 120
+_WIDTH = 120
 
 
 def describe(pipe: Pipe) -> str:
-    """The table of stages, then what goes between them, then what deserves a second look."""
+    """Return the table of stages, then what goes between them, then what deserves a second look."""
     parts = [_stage_table(pipe)]
     if pipe.balance:
         parts.append(f"balance: {pipe.balance}")
     if pipe.edges:
         parts.append("edges\n" + "\n".join(f"  {_edge(edge)}" for edge in pipe.edges))
-    parts += [f"recomputed in {text}" for text in recomputed(pipe)]
+    parts += [f"recomputed in {text}" for text in _recomputed(pipe)]
     parts += [
         f"tied: {' = '.join(tie.names)} in stages {', '.join(map(str, tie.stages))} (owner: stage {tie.owner})"
         for tie in pipe.tied_parameters
@@ -54,8 +54,8 @@ def describe(pipe: Pipe) -> str:
     return "\n".join(parts)
 
 
-def recomputed(pipe: Pipe) -> list[str]:
-    """For each stage, the values that it makes itself instead of receiving them."""
+def _recomputed(pipe: Pipe) -> list[str]:
+    """List for each stage the values that it makes itself instead of receiving them."""
     by_stage: dict[int, list[RecomputedValue]] = {}
     for value in pipe.recomputed:
         by_stage.setdefault(value.stage, []).append(value)
@@ -67,13 +67,13 @@ def recomputed(pipe: Pipe) -> list[str]:
 
 
 def _example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    """The size of a tensor in the example."""
+    """Return the size of a tensor in the example."""
     bound = spec.bind(sizes)
     return math.prod(map(int, bound.shape)) * spec.dtype.itemsize
 
 
 def readable(pipe: Pipe) -> str:
-    """The generated code of all stages."""
+    """Return the generated code of all stages."""
     return "\n".join(
         f"# stage {info.index}, {path or 'the stage itself'}\n{source}"
         for info in pipe.stage_infos
@@ -105,7 +105,7 @@ def _stage_table(pipe: Pipe) -> str:
             "the model's output" if last else "\n".join(outputs),
         )
     buffer = io.StringIO()
-    Console(file=buffer, width=WIDTH, markup=False, highlight=False).print(table)
+    Console(file=buffer, width=_WIDTH, markup=False, highlight=False).print(table)
     return buffer.getvalue().rstrip()
 
 
@@ -128,7 +128,7 @@ def _with_unit(number: float, unit: str = "") -> str:
 
 
 def fold(paths: Sequence[str]) -> list[str]:
-    """Runs of numbered paths as one entry.
+    """Fold runs of numbered paths into one entry.
 
     >>> fold(["wte", "h.0", "h.1", "h.2", "ln"])
     ['wte', 'h.0 to h.2', 'ln']
@@ -149,7 +149,7 @@ def _follows(before: str, path: str) -> bool:
     return parts[0][1] == parts[1][1] and int(parts[0][2]) + 1 == int(parts[1][2])
 
 
-# MERGED: pipe.explain(): in plain words, what was traced, what is fixed by that, and what goes where.
+# pipe.explain(): in plain words, what was traced, what is fixed by that, and what goes where
 
 
 _PROSE_WIDTH = 120
@@ -165,7 +165,7 @@ class _Section:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What there is to know of a cut model, as text in sections; print it, or look at the sections.
+    """Facts about a cut model, as text in sections; print it, or look at the sections.
 
     >>> print(Explanation("Net in 2 stages", (_Section("sizes", ("batch: any size",)),)))
     Net in 2 stages
@@ -177,7 +177,7 @@ class Explanation:
     sections: tuple[_Section, ...]
 
     def __getitem__(self, title: str) -> tuple[str, ...]:
-        """The sentences below a heading; none if there is nothing to say."""
+        """Return the sentences below a heading; none if there is nothing to say."""
         return next((section.lines for section in self.sections if section.title == title), ())
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class Explanation:
 
 
 def explain(pipe: Pipe) -> Explanation:
-    """All sections that have something to say."""
+    """Return all sections that have something to say."""
     title = f"{_name(pipe.traced)} in {counted(pipe.num_stages, 'stage')}"
     sections = (_Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
     return Explanation(title, tuple(section for section in sections if section.lines))
@@ -301,8 +301,8 @@ def _total(pipe: Pipe, edges: Iterable[Edge]) -> str:
     return format_bytes(sum(_example_bytes(edge.spec, pipe.traced.hints) for edge in edges))
 
 
-def _recomputed(pipe: Pipe) -> Iterator[str]:
-    yield from recomputed(pipe)
+def _recomputed_section(pipe: Pipe) -> Iterator[str]:
+    yield from _recomputed(pipe)
     if pipe.recomputed:
         yield (
             "these depend on sizes, buffers and model inputs alone, and cost less to make again than to send; what is "
@@ -355,7 +355,7 @@ _SECTIONS: dict[str, Callable[[Pipe], Iterator[str]]] = {
     "hooks and attributes": _hooks_and_attributes,
     "not traced": _fallbacks,
     "sent between stages": _edges,
-    "recomputed": _recomputed,
+    "recomputed": _recomputed_section,
     "sent only to be returned": _only_returned,
     "parameters": _parameters,
 }

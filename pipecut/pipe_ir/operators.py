@@ -20,9 +20,9 @@ from .spec import Dim
 Shape: TypeAlias = tuple[Dim, ...]
 
 # The floating-point operations of a call, from its arguments, shapes in the places of tensors, and its result's shape.
-FlopFormula: TypeAlias = Callable[[Sequence[Any], Shape], Dim]
+_FlopFormula: TypeAlias = Callable[[Sequence[Any], Shape], Dim]
 
-Saves = Literal[
+_Saves = Literal[
     "nothing",
     "result",
     "first argument",
@@ -45,13 +45,13 @@ class Operator:
     """One operator. The defaults hold for most of them."""
 
     # Cost of the forward. `flops` counts matrix products and convolutions; None: those of the operators it is made of.
-    flops: FlopFormula | None = None
+    flops: _FlopFormula | None = None
     # "once": each argument is read once and the result is written; "twice": the first argument is read twice;
     # "lookup": only what is taken from the first argument is read.
     reads: Literal["once", "twice", "lookup"] = "once"
 
     # Cost of the backward. `saves` is what autograd keeps for it; None: found by trying the operator out.
-    saves: Saves | None = None
+    saves: _Saves | None = None
     recurrent_values: int = 0  # values that the CPU keeps for each position and hidden unit
     backward_flops: float = 1.0  # for the gradient of one argument, as a multiple of the forward's
     backward_bytes: float = 1.5  # moved by a backward without products, as a multiple of the forward's

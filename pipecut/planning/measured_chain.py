@@ -254,7 +254,7 @@ class AutomaticCuts:
             return again
         found = self._balanced(traced)
         warn_of_dominant_block(found)
-        self._found = replace(found.plan, balance=f"{found.words}, by {self.balancing.cost} times")
+        self._found = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
         return self._found
 
     def _balanced(self, traced: TracedModel) -> BalancedCut:

@@ -196,7 +196,7 @@ class Ranking:
             if each is not best
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
-        said = best.cut.words, dominant_block(best.cut)
+        said = best.cut.summary, dominant_block(best.cut)
         return _Winner(best.choice, best.labels, best.report, best.memory, tuple(found), *said)
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:

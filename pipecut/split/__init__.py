@@ -1,4 +1,4 @@
-"""Where and how to cut a traced model."""
+"""Cutting: finds the places, balances stages, and turns a traced model into stages. Read `cut` first."""
 
 from .cut import cut_model as cut_model
 from .cut import cut_trace as cut_trace

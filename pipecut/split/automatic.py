@@ -31,8 +31,8 @@ class BalancedCut:
     chain: Chain
 
     @property
-    def words(self) -> str:
-        """How even it is: the longest rank, the mean, and what no cut is below."""
+    def summary(self) -> str:
+        """Time of the longest rank, the mean, and a lower bound of all cuts."""
         found = self.balance
         return (
             f"the busiest rank takes {_milliseconds(found.bottleneck)} for a microbatch, {found.imbalance:.3f} times "
@@ -50,11 +50,11 @@ def balanced_cut(
     in_flight: Sequence[float] | Callable[[int], float] | None = None,
     slack: float = _SLACK,
 ) -> BalancedCut:
-    """The cut of a chain with the least bottleneck, as `balance_stages` has it, at the outermost modules that allow it.
+    """Return the cut of a chain with the least bottleneck, at the outermost modules that allow it.
 
     >>> import torch
     >>> from pipecut import pipeline
-    >>> from pipecut.split.chain_maker import chain_of
+    >>> from pipecut.split import chain_of
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     >>> found = balanced_cut(chain_of(pipeline(model, (torch.ones(2, 64),)).traced), 2)
     >>> [cut.label for cut in found.plan.cuts], found.balance.cuts
@@ -104,14 +104,14 @@ def _milliseconds(seconds: float) -> str:
 
 
 def warn_of_dominant_block(found: BalancedCut) -> None:
-    """Say which block alone is longer than a stage should be."""
+    """Warn of a block that alone is longer than a stage should be."""
     text = dominant_block(found)
     if text is not None:
         warn(text)
 
 
 def dominant_block(found: BalancedCut) -> str | None:
-    """Which block alone is longer than a rank should take, in words: no cut can help there."""
+    """Describe the one block that is longer than a rank should take, if there is one: no cut helps there."""
     times, reached = [each.total for each in found.chain.times], found.balance
     giant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
     if ranks == 1 or times[giant] <= _DOMINANT * sum(times) / ranks:
@@ -130,7 +130,7 @@ def dominant_block(found: BalancedCut) -> str | None:
 
 
 def same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:
-    """The same cuts in another trace of the model, if it can be cut there too."""
+    """Return the same cuts in another trace of the model, if it can be cut there too."""
     places = {place.cut.label: place.cut for place in allowed_places(traced)}
     found = [places.get(cut.label) for cut in plan.cuts]
     cuts = tuple(cut for cut in found if cut is not None)

@@ -20,7 +20,7 @@ TRAINED_MEMORY_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes.
+    """A place where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes.
 
     `trains` is whether a gradient comes back for any of that.
     """
@@ -33,7 +33,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage of a cut costs, for one microbatch; `received` and `sent` are the bytes of all live values.
+    """Cost of one stage of a cut, for one microbatch; `received` and `sent` are the bytes of all live values.
 
     `working_bytes` are there for a moment: the gradients that one operation's backward takes and makes.
     `deferred_bytes` are what weight gradients that are put off need: what weights were multiplied with, and gradients.
@@ -76,7 +76,7 @@ class Chain:
     sizes: Mapping[str, int]
 
     def blocks(self, *, optimizer: float = TRAINED_MEMORY_FACTOR) -> Blocks:
-        """The chain as plain numbers; `optimizer` is the bytes that are there for each byte of a trained parameter."""
+        """Return the chain as plain numbers; `optimizer` is the memory of a trained parameter per byte of it."""
         kept = [
             held + (optimizer - 1) * trained + buffers
             for held, trained, buffers in zip(self.parameters, self.trained, self.buffers, strict=True)
@@ -96,7 +96,7 @@ class Chain:
         )
 
     def name(self, block: int) -> str:
-        """What a user knows a block by: the cuts around it."""
+        """Return the words that a user knows a block by: the cuts around it."""
         before = self.places[block - 1].cut.label if block else "the beginning of the model"
         after = self.places[block].cut.label if block < len(self.places) else "the end of the model"
         return f"what lies between {before} and {after}"
@@ -106,11 +106,11 @@ class Chain:
         return SplitPlan(tuple(self.places[position - 1].cut for position in cuts))
 
     def up_to(self, depth: int) -> Chain:
-        """The chain with only the places that are not deeper inside modules."""
+        """Return the chain with only the places that are not deeper inside modules."""
         return self.with_places([number for number, place in enumerate(self.places) if place.depth <= depth])
 
     def with_places(self, numbers: Sequence[int]) -> Chain:
-        """The chain with only some of its places: blocks between them become one."""
+        """Return the chain with only some of its places: blocks between them become one."""
         bounds = [0, *(number + 1 for number in numbers), len(self.times)]
         runs = list(zip(bounds, bounds[1:], strict=False))
         joined = [_moved(item, bounds) for item in self.shared]
@@ -136,11 +136,11 @@ class Chain:
         )
 
     def with_times(self, times: Sequence[Times]) -> Chain:
-        """The chain with other times."""
+        """Return the chain with other times."""
         return replace(self, times=tuple(times))
 
     def stage_costs(self, cuts: Sequence[int]) -> tuple[StageCost, ...]:
-        """What each stage costs if stages 1, 2... begin at these blocks."""
+        """Return the cost of each stage if stages 1, 2... begin at these blocks."""
         bounds = [0, *cuts, len(self.times)]
         found = []
         for begin, end in zip(bounds, bounds[1:], strict=False):
@@ -161,14 +161,14 @@ class Chain:
         return tuple(found)
 
     def _times(self, begin: int, end: int) -> Times:
-        """A stage whose inputs need no gradient has the whole of its backward for its weights."""
+        """Add up times; a stage whose inputs need no gradient has all of its backward for its weights."""
         times = sum(self.times[begin:end], Times())
         if self.places[begin - 1].trains if begin else _inputs_train(self.traced):
             return times
         return Times(times.forward, 0.0, times.backward_input + times.backward_weight)
 
     def ties(self, cuts: Sequence[int]) -> tuple[StageTie, ...]:
-        """The parameters that stages share, in the order of the cut model's ties."""
+        """Return the parameters that stages share, in the order of the cut model's ties."""
         bounds = [0, *cuts, len(self.times)]
         items = [_moved(item, bounds) for item in self.shared if item.parameter]
         found = [StageTie(item.blocks, item.trained) for item in items if len(item.blocks) > 1]
@@ -177,7 +177,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class _SharedBytes:
-    """What several blocks use: a parameter, a buffer, or an activation that they all keep."""
+    """Bytes that several blocks use: a parameter, a buffer, or an activation that they all keep."""
 
     blocks: tuple[int, ...]
     parameter: float = 0.0
@@ -195,16 +195,13 @@ def _moved(item: _SharedBytes, bounds: Sequence[int]) -> _SharedBytes:
 
 
 def operations_of(chain: Chain, begin: int, end: int) -> list[Operation]:
-    """The operations of a run of blocks."""
+    """Return the operations of a run of blocks."""
     ticks = [chain.traced.root.begin, *(place.cut.tick for place in chain.places), chain.traced.root.end + 1]
     return [op for op in chain.traced.operations_within(ticks[begin], ticks[end]) if op.kind == "op"]
 
 
-# MERGED: Where a traced model may be cut: between module calls, outside of all regions, with work on both sides.
-
-
 def allowed_places(traced: TracedModel) -> list[_Place]:
-    """The beginnings and ends of module calls that lie outside all regions, in order."""
+    """Return the beginnings and ends of module calls that lie outside all regions, in order."""
     found: dict[int, _Place] = {}
     regions = Regions(traced)
 
@@ -232,11 +229,8 @@ def _with_work_between(places: list[_Place], ticks: list[int]) -> list[_Place]:
     return [best[done] for done in sorted(best)]
 
 
-# MERGED: A traced model made a chain: every operation in the block that it belongs to, and what the blocks cost.
-
-
 def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping[str, int] | None = None) -> Chain:
-    """The chain of a traced model at given sizes of its symbolic dims, those of the example if left out.
+    """Return the chain of a traced model at given sizes of its symbolic dims, those of the example if left out.
 
     >>> import torch
     >>> from pipecut import pipeline
@@ -263,7 +257,7 @@ class _ChainMaker:
         ]
 
     def make(self) -> Chain:
-        """The chain with all places that are allowed."""
+        """Return the chain with all places that are allowed."""
         places = _with_work_between(self._sendable(allowed_places(self.traced)), [op.tick for op in self.operations])
         ticks = [place.cut.tick for place in places]
         block_of = {op.index: bisect.bisect_right(ticks, op.tick) for op in self.operations}
@@ -351,7 +345,7 @@ class _ChainMaker:
         )
 
     def _live(self, ticks: Sequence[int]) -> list[tuple[float, bool]]:
-        """All values that are made before each tick and used after it, skips included: bytes, and whether any trains.
+        """Return the bytes of all values that live across each tick, skips included, and whether any of them trains.
 
         Whatever needs no gradient and follows from sizes and constants alone is made again where it is used.
         """
@@ -388,7 +382,7 @@ class _ChainMaker:
         return found
 
     def _last_uses(self) -> dict[int, int]:
-        """The tick of the last operation that uses each value."""
+        """Return the tick of the last operation that uses each value."""
         found: dict[int, int] = {}
         for op in self.operations:
             for index in op.refs:

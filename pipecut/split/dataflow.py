@@ -1,4 +1,4 @@
-"""Which values go from which stage to which: the edges of a cut model."""
+"""Dataflow between stages: the values that each makes, takes and sends, as the edges of a cut model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 @dataclass
 class StageFlow:
-    """What one stage takes, gives, and computes from sizes. `sizes` says which input's dim each symbol is."""
+    """Inputs and outputs of one stage. `sizes` says which input's dim each symbol is."""
 
     inputs: list[int]
     outputs: list[int] = field(default_factory=list)
@@ -54,12 +54,12 @@ class FlowFinder:
         self.writers = self._writers()
 
     def needs(self, stage: int) -> frozenset[Key]:
-        """What a stage uses and does not make, its own state and the model's output included."""
+        """Return what a stage uses and does not make, its own state and the model's output included."""
         used = used_by_items(self.programs[stage].items)
         return used | keys_in(self.traced.output) if stage == self.last else used
 
     def find(self) -> Flow:
-        """The flow between all stages."""
+        """Return the flow between all stages."""
         stages = [self._stage(index, self.needs(index)) for index in range(len(self.programs))]
         edges = [self._edge(value, index) for index, stage in enumerate(stages) for value in stage.inputs]
         connected = [edge for edge in edges if edge is not None]
@@ -76,15 +76,15 @@ class FlowFinder:
         return Flow(tuple(stages), tuple(connected), tuple(only_returned))
 
     def arriving(self, stage: int, keys: frozenset[Key]) -> list[int]:
-        """The values that come into a stage if it uses the keys."""
+        """Return the values that come into a stage if it uses the keys."""
         return self._inputs(stage, keys)[0]
 
     def sender(self, value: int, stage: int) -> int:
-        """The stage that sends a value to another one."""
+        """Return the stage that sends a value to another one."""
         return self._source(value, stage) or 0
 
     def spec(self, value: int) -> TensorSpec:
-        """What is known of a value when it is sent."""
+        """Return the spec of a value when it is sent."""
         return _spec(self.traced.operations[value], self.traced)
 
     def _stage(self, index: int, keys: frozenset[Key]) -> StageFlow:
@@ -112,7 +112,7 @@ class FlowFinder:
         return any(name in names for state in used for name in state)
 
     def _arrives(self, value: int, stage: int) -> bool:
-        """Whether a value comes from outside the stage, and is not part of its own state."""
+        """Return True if a value comes from outside the stage, and is not part of its own state."""
         op = self.traced.operations[value]
         return op.kind == "input" or (op.kind == "op" and value in self.made_in and value not in self.made[stage])
 
@@ -137,7 +137,7 @@ class FlowFinder:
         return Edge(value, self.names[value], "activation", source, target, self.spec(value))
 
     def _source(self, value: int, target: int) -> int | None:
-        """The stage that has the value as the target must see it: its last writer before the target, or its maker."""
+        """Return the stage that has a value as the target must see it: its last writer before, or its maker."""
         made = self.made_in.get(value)
         storage = self.traced.operations[value].storage
         later = [stage for stage in self.writers.get(storage, ()) if (made or 0) <= stage < target]
@@ -175,14 +175,14 @@ class FlowFinder:
         return f"{self.names[value]} ({op.source})" if op.source else self.names[value]
 
     def _is_written_in(self, value: int, stage: int) -> bool:
-        """Whether a received activation is written to, so that it must be a copy of its own."""
+        """Return True if a received activation is written to, so that it must be a copy of its own."""
         op = self.traced.operations[value]
         if op.kind == "input" and self._source(value, stage) is None:
             return False  # the model writes to its caller's tensor, as it does uncut
         return op.storage is not None and stage in self.writers.get(op.storage, ())
 
     def _writers(self) -> dict[int | None, list[int]]:
-        """The stages that write to each memory, in order."""
+        """Return the stages that write to each memory, in order."""
         writers: dict[int | None, list[int]] = {}
         for op in self.traced.operations:
             for index in op.writes:
@@ -211,7 +211,7 @@ def _spec(op: Operation, traced: TracedModel) -> TensorSpec:
 
 
 def wire_order(op: Operation, traced: TracedModel) -> tuple[int, ...] | None:
-    """The order of dims in which a value is sent; None for its own.
+    """Return the order of dims in which a value is sent; None for its own.
 
     What is sent lies in memory in order. A transposed activation is sent as it lies, and turned back by the receiver:
     a matrix product over another layout may round differently.

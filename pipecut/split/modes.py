@@ -42,7 +42,7 @@ class ModeDifferences:
     written_in_other: frozenset[str] | None = None
 
     def arguments_of(self, op: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An operation's arguments, with Switches where they follow the mode."""
+        """Return an operation's arguments, with Switches where they follow the mode."""
         mine = dict(self.switches.get(op.index, {}))
         names = list(_named_arguments(op))
         args = tuple(mine.pop(name, value) for name, value in zip(names, op.args, strict=False))
@@ -93,7 +93,7 @@ class _Matcher:
         return False
 
     def match_output(self) -> bool:
-        """Whether the model returns the same in both modes."""
+        """Return True if the model returns the same in both modes."""
         mine, theirs = self.here.output, self.there.output
         if list(mine.structure.paths()) != list(theirs.structure.paths()):
             return False
@@ -174,7 +174,7 @@ def _same_constant(mine: Any, theirs: Any) -> bool:
 
 
 def _named_arguments(op: Operation) -> dict[str, Any]:
-    """The arguments of an operation by name, defaults included; by position where there is no schema."""
+    """Return the arguments of an operation by name, defaults included; by position where there is no schema."""
     if not is_overload(op.target):
         return {**{str(position): value for position, value in enumerate(op.args)}, **op.kwargs}
     schema = schema_of(op.target).arguments
@@ -183,7 +183,7 @@ def _named_arguments(op: Operation) -> dict[str, Any]:
 
 
 def require_mode(module: nn.Module, training: bool, path: str) -> None:
-    """Called by generated code that fits one mode only."""
+    """Raise in the other mode; generated code that fits one mode only calls this."""
     if module.training is not training:
         names = {True: "training", False: "evaluation"}
         raise PipeError(

@@ -1,4 +1,4 @@
-"""Where to cut: marks, module paths, a policy or nothing at all, all brought to one SplitPlan."""
+"""Cuts that the user asks for, by marks, module paths or a policy, all brought to one SplitPlan."""
 
 from __future__ import annotations
 
@@ -17,60 +17,9 @@ from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is
 from ..text import did_you_mean, plural
 from .cost.operation import ConcreteCosts
 
-# MERGED: The parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap,
-# MERGED: fallbacks.
-
-
-class Regions:
-    """Says of any tick whether a cut there would tear something apart."""
-
-    def __init__(self, traced: TracedModel) -> None:
-        self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
-        self._operations = [op for op in traced.operations if op.kind == "op"]
-        self._ticks = [op.tick for op in self._operations]
-
-    def move_outside(self, tick: int) -> tuple[int, str | None]:
-        """A tick moved to the edge of the regions that begin or end there, and what it is inside of, if anything."""
-        for span in self._spans:
-            if not span.begin < tick <= span.end:
-                continue
-            if not self._works_between(span.begin, tick):
-                tick = span.begin
-            elif not self._works_between(tick, span.end):
-                tick = span.end + 1
-            else:
-                return tick, _describe_span(span)
-        return tick, self._modes_at(tick)
-
-    def _works_between(self, begin: int, end: int) -> bool:
-        return bisect.bisect_left(self._ticks, begin) < bisect.bisect_left(self._ticks, end)
-
-    def _modes_at(self, tick: int) -> str | None:
-        """The block that goes on from the operation before a tick to the one after it."""
-        after = bisect.bisect_left(self._ticks, tick)
-        if not 0 < after < len(self._operations):
-            return None
-        return _common_block(self._operations[after - 1].context, self._operations[after].context)
-
-
-def _describe_span(span: Span) -> str:
-    if span.kind == "call":
-        return f"{span.label!r}, which could not be traced"
-    if span.kind == "checkpoint":
-        return "a part under torch.utils.checkpoint"
-    return f"the autograd function {span.options['function'].__name__}"
-
-
-def _common_block(before: Context, after: Context) -> str | None:
-    if before.vmap and after.vmap:
-        return "a torch.vmap call"
-    if set(before.autocast) & set(after.autocast):
-        return "a torch.autocast block"
-    return "a torch.no_grad() block" if before.no_grad_block and before.no_grad_block == after.no_grad_block else None
-
 
 class SplitPoint(enum.Enum):
-    """On which side of a module to cut."""
+    """The side of a module on which to cut."""
 
     BEGINNING = 1
     END = 2
@@ -124,12 +73,12 @@ def check_split_spec(model: nn.Module, split_spec: object) -> None:
 
 
 def cuts_by_spec(traced: TracedModel, split_spec: Mapping[str, SplitPoint], *, warns: bool = True) -> SplitPlan:
-    """The cuts at the beginnings and ends of modules, and at the model's own pipe_split() marks."""
+    """Return the cuts at the beginnings and ends of modules, and at the model's own pipe_split() marks."""
     return _joined_plan(traced, [*_marked(traced), *_named(traced, split_spec)], warns)
 
 
 def cuts_by_marks(traced: TracedModel, *, warns: bool = True) -> SplitPlan:
-    """The cuts at the model's own pipe_split() marks."""
+    """Return the cuts at the model's own pipe_split() marks."""
     return _joined_plan(traced, _marked(traced), warns)
 
 
@@ -182,7 +131,7 @@ def _marked(traced: TracedModel) -> list[Cut]:
 
 
 def _joined_plan(traced: TracedModel, cuts: Iterable[Cut], warns: bool) -> SplitPlan:
-    """A plan in which cuts with nothing between them, by marks or by names, count as one."""
+    """Return a plan in which cuts with nothing between them, by marks or by names, count as one."""
     kept: list[Cut] = []
     for cut in sorted(cuts, key=lambda cut: cut.tick):
         if not kept or _has_work(traced, kept[-1].tick, cut.tick):
@@ -236,7 +185,7 @@ def _has_work(traced: TracedModel, begin: int, end: int) -> bool:
 
 
 def _calls_around(root: Span, tick: int) -> list[Span]:
-    """The module calls that are going on at a tick, the innermost last."""
+    """Return the module calls that are going on at a tick, the innermost last."""
     around = [root]
     inner: Span | None = root
     while inner is not None:
@@ -250,10 +199,12 @@ def _place(mark: Operation) -> str:
     return mark.source.replace("File ", "").split(", in ")[0] or "an unknown line"
 
 
-# MERGED: Cuts by a `split_policy`: a function that gets the traced model as a GraphModule and inserts marks.
+# Cuts by a `split_policy`: a function that gets the traced model as a GraphModule and inserts marks
 
 
 SplitPolicy = Callable[[GraphModule], GraphModule]
+
+
 _OPERATION = "pipecut_operation"
 
 
@@ -291,7 +242,7 @@ def _nearest_operation(traced: TracedModel, node: Node, move: Callable[[Node], N
 
 
 def _as_graph_module(traced: TracedModel) -> GraphModule:
-    """The trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
+    """Return the trace as a plain GraphModule to look at: parameters as get_attr, sizes as in the example inputs."""
     graph = Graph()
     at = ConcreteCosts(traced, traced.hints)
     attributes: dict[str, Any] = {}
@@ -335,3 +286,51 @@ def _tensor(traced: TracedModel, op: Operation) -> Any:
         return op.constant
     path, _, name = op.target.rpartition(".")
     return getattr(traced.model.get_submodule(path), name)
+
+
+class Regions:
+    """Parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap, fallbacks."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
+        self._operations = [op for op in traced.operations if op.kind == "op"]
+        self._ticks = [op.tick for op in self._operations]
+
+    def move_outside(self, tick: int) -> tuple[int, str | None]:
+        """Move a tick to the edge of regions that begin or end there; return it, and the region that it is in."""
+        for span in self._spans:
+            if not span.begin < tick <= span.end:
+                continue
+            if not self._works_between(span.begin, tick):
+                tick = span.begin
+            elif not self._works_between(tick, span.end):
+                tick = span.end + 1
+            else:
+                return tick, _describe_span(span)
+        return tick, self._modes_at(tick)
+
+    def _works_between(self, begin: int, end: int) -> bool:
+        return bisect.bisect_left(self._ticks, begin) < bisect.bisect_left(self._ticks, end)
+
+    def _modes_at(self, tick: int) -> str | None:
+        """Return the block that goes on from the operation before a tick to the one after it."""
+        after = bisect.bisect_left(self._ticks, tick)
+        if not 0 < after < len(self._operations):
+            return None
+        return _common_block(self._operations[after - 1].context, self._operations[after].context)
+
+
+def _describe_span(span: Span) -> str:
+    if span.kind == "call":
+        return f"{span.label!r}, which could not be traced"
+    if span.kind == "checkpoint":
+        return "a part under torch.utils.checkpoint"
+    return f"the autograd function {span.options['function'].__name__}"
+
+
+def _common_block(before: Context, after: Context) -> str | None:
+    if before.vmap and after.vmap:
+        return "a torch.vmap call"
+    if set(before.autocast) & set(after.autocast):
+        return "a torch.autocast block"
+    return "a torch.no_grad() block" if before.no_grad_block and before.no_grad_block == after.no_grad_block else None

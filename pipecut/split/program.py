@@ -1,4 +1,6 @@
-"""What a stage runs, as a tree of items: operations, whole module calls, and pieces of modules that are cut."""
+"""Programs of stages: trees of operations, whole module calls, and pieces of modules that are cut.
+
+`partition` cuts a trace into one program per stage."""
 
 from __future__ import annotations
 
@@ -96,21 +98,21 @@ Item = Operation | WholeCall | FunctionCall | Checkpointed | BufferUpdate | Piec
 
 
 def body_of(item: Item) -> tuple[Item, ...]:
-    """The items inside an item."""
+    """Return the items inside an item."""
     if isinstance(item, Piece):
         return item.items
     return item.body if isinstance(item, Checkpointed) else ()
 
 
 def walk(items: tuple[Item, ...]) -> Iterator[Item]:
-    """All items, the inner ones after the one that holds them."""
+    """Yield all items, the inner ones after the one that holds them."""
     for item in items:
         yield item
         yield from walk(body_of(item))
 
 
 def defined_by(item: Item) -> frozenset[int]:
-    """The values that an item makes."""
+    """Return the values that an item makes."""
     if isinstance(item, Operation):
         return frozenset({item.index})
     if isinstance(item, WholeCall | FunctionCall):
@@ -119,7 +121,7 @@ def defined_by(item: Item) -> frozenset[int]:
 
 
 def used_by(item: Item) -> frozenset[Key]:
-    """The values from outside that an item needs."""
+    """Return the values from outside that an item needs."""
     if isinstance(item, Operation):
         return keys_in((item.args, item.kwargs))
     if isinstance(item, WholeCall):
@@ -133,7 +135,7 @@ def used_by(item: Item) -> frozenset[Key]:
 
 
 def used_by_items(items: tuple[Item, ...]) -> frozenset[Key]:
-    """What a sequence of items needs from outside."""
+    """Return what a sequence of items needs from outside."""
     defined: set[Key] = set()
     used: set[Key] = set()
     for item in items:
@@ -143,7 +145,7 @@ def used_by_items(items: tuple[Item, ...]) -> frozenset[Key]:
 
 
 def keys_in(value: Any) -> frozenset[Key]:
-    """The values that an argument refers to."""
+    """Return the values that an argument refers to."""
     if isinstance(value, Template):
         return keys_in(value.leaves)
     if isinstance(value, ConstantRef):
@@ -163,16 +165,15 @@ def keys_in(value: Any) -> frozenset[Key]:
     return frozenset()
 
 
-# MERGED: Whether a call can be made as it is in the model: all comes in and goes out by its arguments, results and
-# MERGED: state.
-
-
 # Paths into a result that can be written down: result[0], result['mask'], result.logits.
 _ACCESS = re.compile(r"^(\[('[^']*'|\d+)\]|\.\w+)$")
 
 
 class _Dependencies:
-    """Looks through a trace for what ties a call to the code around it."""
+    """Dependencies of module calls on the code around them.
+
+    A call can be made as in the model if all comes in and goes out by its arguments, results and own state.
+    """
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
@@ -184,7 +185,7 @@ class _Dependencies:
         }
 
     def runs_alone(self, span: Span) -> bool:
-        """Whether calling the module's own code gives what was traced."""
+        """Return True if calling the module's own code gives what was traced."""
         if not span.args.is_plain:
             return False
         if any(op.kind == "mark" for op in self.traced.operations_within(span.begin, span.end)):
@@ -192,7 +193,7 @@ class _Dependencies:
         return not self._hidden_inputs(span) and not self._hidden_outputs(span)
 
     def why_not_whole(self, span: Span, fallback: Fallback) -> str:
-        """Why a module that has to stay as it is cannot be called by generated code."""
+        """Explain why a module that has to stay as it is cannot be called by generated code."""
         hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
         hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_inputs(span)]
         hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_outputs(span)]
@@ -226,7 +227,7 @@ class _Dependencies:
                 )
 
     def is_dead(self, op: Operation) -> bool:
-        """Whether nobody uses the result of an operation, and it does nothing else."""
+        """Return True if nobody uses the result of an operation, and it does nothing else."""
         if op.index in self.last_use or op.writes:
             return False
         if not is_overload(op.target) or not schema_of(op.target).returns:
@@ -263,7 +264,7 @@ class _Dependencies:
 
 
 def _last_uses(traced: TracedModel) -> dict[int, int]:
-    """The last tick at which each value is used, by an operation or as an argument of a call."""
+    """Return the last tick at which each value is used, by an operation or as an argument of a call."""
     last: dict[int, int] = {}
     for op in traced.operations:
         for index in op.refs:
@@ -278,18 +279,18 @@ def _last_uses(traced: TracedModel) -> dict[int, int]:
     return last
 
 
-# MERGED: Decisions about sizes: those of generated code stand, those of whole modules are taken anew at every call.
+# Decisions about sizes: those of generated code stand, those of whole modules are taken anew at every call.
 
 
 def conditions_of_generated_code(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Condition, ...]:
-    """The conditions that a call must meet, each once."""
+    """Return the conditions that a call must meet, each once."""
     whole = [item.span for program in programs for item in walk(program.items) if isinstance(item, WholeCall)]
     kept = [condition for condition in traced.conditions if not any(_covers(span, condition) for span in whole)]
     return tuple({condition.holds: condition for condition in reversed(kept)}.values())
 
 
 def decides_about_sizes(traced: TracedModel, span: Span) -> bool:
-    """Whether the code of a call looks at sizes, so that its results may have other shapes in another call."""
+    """Return True if the code of a call looks at sizes, so that its results may have other shapes in another call."""
     return any(_covers(span, condition) for condition in traced.conditions)
 
 
@@ -298,7 +299,7 @@ def _covers(span: Span, condition: Condition) -> bool:
 
 
 def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
-    """Called by generated code: the code around a module counts on the shapes that it returned in the trace."""
+    """Raise if a tensor has another shape than in the trace; generated code calls this after a whole module."""
     if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
         raise PipeError(
             f"{label!r} returned a tensor {list(tensor.shape)}, where the trace has {list(shape)} for these inputs; it "
@@ -307,11 +308,8 @@ def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
     return tensor
 
 
-# MERGED: Cuts the list of traced operations into one program per stage.
-
-
 def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True) -> tuple[Piece, ...]:
-    """The program of each stage; `cuts` are the ticks at which stages 1, 2, ... begin.
+    """Return the program of each stage; `cuts` are the ticks at which stages 1, 2, ... begin.
 
     With `keep_modules=False` every module is rebuilt from its traced operations instead of being called as it is.
     """
@@ -328,7 +326,7 @@ class _Partitioner:
         self.taken_apart: set[tuple[str, int]] = set()
 
     def stage(self, begin: int, end: int) -> Piece:
-        """The program of one stage."""
+        """Return the program of one stage."""
         self.taken_apart = set()
         while True:
             program = self._piece(self.traced.root, begin, end)
@@ -350,7 +348,7 @@ class _Partitioner:
         return Piece(span.path, span.nth_call, span.context, tuple(self._items(span, begin, end)))
 
     def _items(self, span: Span, begin: int, end: int) -> Iterator[Item]:
-        """The part of a span between two ticks."""
+        """Yield the part of a span between two ticks."""
         begin, end = max(begin, span.begin), min(end, span.end)
         position = begin
         for child in span.children:

@@ -1,4 +1,4 @@
-"""Which parameters, buffers and modules each stage holds."""
+"""Parameters, buffers and modules that each stage holds, and modules that it refers to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, Whol
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one stage holds: modules as a whole, modules of which a piece runs here, and single tensors by name."""
+    """Holdings of one stage: modules as a whole, modules of which a piece runs here, and single tensors by name."""
 
     whole: frozenset[str]
     pieces: frozenset[str]
@@ -36,7 +36,7 @@ class Holdings:
 
 
 def module_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All paths of each module, by its first one."""
+    """Return all paths of each module, by its first one."""
     first: dict[nn.Module, str] = {}
     aliases: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -66,7 +66,7 @@ def assign_state(traced: TracedModel, programs: Sequence[Piece]) -> tuple[Holdin
 
 
 def state_name(traced: TracedModel, index: int, base: str) -> str:
-    """The name of a parameter or buffer, the one below `base` if it has several."""
+    """Return the name of a parameter or buffer, the one below `base` if it has several."""
     names = traced.state_names[index]
     return next((name for name in names if not base or name.startswith(f"{base}.")), names[0])
 
@@ -98,7 +98,7 @@ def _used(traced: TracedModel, program: Piece, aliases: dict[str, tuple[str, ...
 
 
 def _all_names(model: nn.Module) -> list[str]:
-    """The names of parameters and saved buffers, ties included, neighbours next to each other."""
+    """Return the names of parameters and saved buffers, ties included, neighbours next to each other."""
     names = []
     for path, module in model.named_modules(remove_duplicate=False):
         own = [
@@ -120,12 +120,12 @@ def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
 
 
 def written_state(traced: TracedModel) -> set[str]:
-    """The names of parameters and buffers that the forward updates, or may update in the other mode."""
+    """Return the names of parameters and buffers that the forward updates, or may update in the other mode."""
     return _written_by(traced, traced.operations)
 
 
 def changed_state(traced: TracedModel) -> set[str]:
-    """The names of parameters and buffers that the forward updates in the mode in which it was traced."""
+    """Return the names of parameters and buffers that the forward updates in the mode in which it was traced."""
     return _written_by(traced, [op for op in traced.operations if not _only_reads_statistics(op)])
 
 
@@ -154,7 +154,7 @@ def _written_by(traced: TracedModel, operations: Sequence[Operation]) -> set[str
 
 
 def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> None:
-    """A buffer that the forward updates can live on one stage only."""
+    """Raise if several stages hold a buffer that the forward updates."""
     written = written_state(traced)
     for name in sorted(written):
         holders = [index for index, names in enumerate(held) if name in names]
@@ -166,7 +166,7 @@ def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> Non
 
 
 def owners_of_shared_buffers(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
-    """The modules with buffers that several stages hold."""
+    """Return the modules with buffers that several stages hold."""
     aliases = module_aliases(traced.model)
     held = [_names_held(traced, _used(traced, program, aliases)) for program in programs]
     buffers = [name for name, _ in traced.model.named_buffers(remove_duplicate=False)]
@@ -174,7 +174,7 @@ def owners_of_shared_buffers(traced: TracedModel, programs: Sequence[Piece]) -> 
 
 
 def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
-    """The parameters that more than one stage holds."""
+    """Return the parameters that more than one stage holds."""
     names: dict[int, list[str]] = {}
     holders: dict[int, list[int]] = {}
     for index, stage in enumerate(stages):
@@ -191,13 +191,13 @@ def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
 
 
 def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
-    """The parameters that no traced operation uses."""
+    """Return the parameters that no traced operation uses."""
     indices = {index for op in traced.operations for index in op.refs} | set(traced.output.refs)
     used = {name for index in indices for name in traced.state_names.get(index, ())}
     return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)
 
 
-# MERGED: Modules that others refer to in a list or an object, without having registered them, across a cut too.
+# Modules that others refer to in a list or an object, without having registered them
 
 
 References = Mapping[nn.Module, Mapping[nn.Module, str]]  # which modules a module refers to, and by which attribute
@@ -208,7 +208,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, 
 
 
 def plain_references(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
-    """The modules of a model that others of its modules refer to.
+    """Return the modules of a model that others of its modules refer to.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     >>> model[1].first = [model[0]]
@@ -228,7 +228,7 @@ def plain_references(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """The modules that a copy of a value would copy with it."""
+    """Yield the modules that a copy of a value would copy with it."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -255,12 +255,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _has_own_way(cls: type) -> bool:
-    """Whether a class says itself how it is copied, as that of loggers, which lead to all other loggers."""
+    """Return True if a class says itself how it is copied, as that of loggers, which lead to all other loggers."""
     return any(name in vars(base) for base in cls.__mro__[:-1] for name in _WAYS_TO_COPY)
 
 
 def referred_to(model: nn.Module, present: Iterable[nn.Module], references: References) -> dict[nn.Module, str]:
-    """The modules that those of a stage refer to and that it does not hold, and all inside of these, with paths."""
+    """Return the modules that a stage's modules refer to and it does not hold, and all inside of these, with paths."""
     held = set(present)
     found: set[nn.Module] = set()
     waiting = list(held) if references else []
@@ -279,7 +279,7 @@ def refuse_changing(
     references: References,
     assigned_attributes: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """A stage has a copy of what its modules refer to: it would not see what the forward sets in another stage."""
+    """Raise if the forward changes a module that another stage refers to: its copy there would not change."""
     held = set(present)
     paths = {module: path for path, module in model.named_modules()}
     for module in held & references.keys():

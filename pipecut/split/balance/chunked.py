@@ -28,7 +28,7 @@ class ChunkedCuts:
         self._nodes = 0
 
     def loads(self, cuts: list[int]) -> list[float]:
-        """The time of each rank."""
+        """Return the time of each rank."""
         loads = [0.0] * self.ranks.ranks
         bounds = [0, *cuts, self.blocks.count]
         for stage, rank in enumerate(self.ranks.rank_of):
@@ -36,7 +36,7 @@ class ChunkedCuts:
         return loads
 
     def memory(self, cuts: list[int]) -> list[float]:
-        """The memory of each rank."""
+        """Return the memory of each rank."""
         needed = [0.0] * self.ranks.ranks
         bounds = [0, *cuts, self.blocks.count]
         for stage, rank in enumerate(self.ranks.rank_of):
@@ -44,26 +44,26 @@ class ChunkedCuts:
         return needed
 
     def stage_memory(self, stage: int, begin: int, end: int) -> float:
-        """The memory of one stage."""
+        """Return the memory of one stage."""
         return self._memory[stage].of(begin, end)
 
     def share(self, cuts: list[int]) -> float:
-        """The greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
+        """Return the greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
         return max(need / limit for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True))
 
     def quality(self, cuts: list[int]) -> _Quality:
-        """The share by which memory is exceeded, and the bottleneck: the less the better."""
+        """Return the share by which memory is exceeded, and the bottleneck: the less the better."""
         excess = self.share(cuts) - 1
         return (excess if excess > 1e-9 else 0.0, max(self.loads(cuts)))
 
     def lower_bound(self) -> float:
-        """A time that no cut is below: all work divided at will, or the longest block on the fastest rank."""
+        """Return a time that no cut is below: all work divided at will, or the longest block on the fastest rank."""
         return max(
             float(self.blocks.work[-1]) / sum(self.ranks.speeds), max(self.blocks.times) / max(self.ranks.speeds)
         )
 
     def find(self, starts: list[list[int]]) -> tuple[list[int], bool]:
-        """The best cuts found, and whether it is certain that there are none better."""
+        """Return the best cuts found, and whether it is certain that there are none better."""
         improved = [self.improved(start) for start in (self._by_shares(), *starts)]
         best = min(improved, key=self.quality)
         return self._searched(best)
@@ -76,7 +76,7 @@ class ChunkedCuts:
         return time + blocks.crossing[end] if self.ranks.pays(stage) else time
 
     def _by_shares(self) -> list[int]:
-        """Each rank its part of the work by its speed, in equal stages."""
+        """Give each rank its part of the work by its speed, in equal stages."""
         held = [self.ranks.rank_of.count(rank) for rank in range(self.ranks.ranks)]
         shares = [self.ranks.speeds[rank] / held[rank] for rank in self.ranks.rank_of]
         total = float(self.blocks.work[-1]) / sum(shares)
@@ -156,7 +156,7 @@ class _Search:
         self.nodes = 0
 
     def run(self) -> bool:
-        """Whether all was looked at, or the goal reached, that nothing is below."""
+        """Return True if the search was complete, or reached the goal, which is a lower bound."""
         if self.quality[0] == 0.0 and self.quality[1] <= self.goal:
             return True
         return self._extend([0], [0.0] * self.ranks.ranks, [0.0] * self.ranks.ranks)

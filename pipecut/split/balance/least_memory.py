@@ -29,7 +29,7 @@ class LeastMemory:
 
 
 def least_memory_cuts(blocks: Blocks, ranks: Ranks) -> LeastMemory:
-    """The cuts, whatever time they take; only the proportions of the limits matter."""
+    """Return the cuts, whatever time they take; only the proportions of the limits matter."""
     chunked = ChunkedCuts(blocks, ranks)
     if ranks.one_stage_each:
         cuts, certain = _bisected(blocks, ranks, chunked), True

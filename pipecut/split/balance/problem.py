@@ -1,4 +1,4 @@
-"""What is to be cut, and for which ranks: plain numbers, checked."""
+"""The balancing problem in plain numbers, checked: blocks, ranks and their memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Blocks:
         return len(self.times)
 
     def name(self, block: int) -> str:
-        """What a user knows a block by."""
+        """Return the name that a user knows a block by."""
         return self.names[block] if self.names else f"block {block}"
 
     @cached_property
@@ -96,7 +96,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who runs the stages: the rank of each stage, the speed and the memory of each rank, microbatches in flight.
+    """Placement of the stages: the rank of each stage, the speed and the memory of each rank, microbatches in flight.
 
     >>> Ranks.of(2, speeds=[1, 2]).speeds
     (1.0, 2.0)
@@ -152,20 +152,20 @@ class Ranks:
 
     @property
     def one_stage_each(self) -> bool:
-        """Whether no rank has two stages."""
+        """True if no rank has two stages."""
         return self.stages == self.ranks
 
     @property
     def limited(self) -> bool:
-        """Whether memory is limited at all."""
+        """True if memory is limited at all."""
         return any(map(math.isfinite, self.memory))
 
     def with_memory(self, factor: float) -> Ranks:
-        """The same ranks with another memory."""
+        """Return the same ranks with another memory."""
         return Ranks(self.rank_of, self.speeds, tuple(limit * factor for limit in self.memory), self.in_flight)
 
     def pays(self, stage: int) -> bool:
-        """Whether what passes from a stage to the next one goes to another rank."""
+        """Return True if what passes from a stage to the next one goes to another rank."""
         return stage + 1 < self.stages and self.rank_of[stage] != self.rank_of[stage + 1]
 
 
@@ -199,9 +199,6 @@ def _by_rank(name: str, given: float | Sequence[float], ranks: int) -> tuple[flo
     return tuple(map(float, given))
 
 
-# MERGED: How much memory a run of blocks needs, and where it may begin at the earliest to fit.
-
-
 Positions = npt.NDArray[np.int64]
 
 # So few shared things are looked at one by one for all ends at once; more of them are counted on the way.
@@ -217,11 +214,11 @@ class Memory:
         self._bytes = [(np.array(sorted(item.blocks)), self._size(item)) for item in blocks.shared]
 
     def of(self, begin: int, end: int) -> float:
-        """The memory of the blocks from `begin` up to, not including, `end`."""
+        """Return the memory of the blocks from `begin` up to, not including, `end`."""
         return float(self.from_begin(begin, np.array([end]))[0])
 
     def from_begin(self, begin: int, ends: Positions) -> Array:
-        """The memory of the runs that begin here, for each of some ends."""
+        """Return the memory of the runs that begin here, for each of some ends."""
         needed: Array = self._before[ends] - self._before[begin]
         for users, size in self._bytes:
             place = np.searchsorted(users, begin)
@@ -230,7 +227,7 @@ class Memory:
         return needed
 
     def to_end(self, begins: Positions, end: int) -> Array:
-        """The memory of the runs that end here, for each of some begins."""
+        """Return the memory of the runs that end here, for each of some begins."""
         needed: Array = self._before[end] - self._before[begins]
         for users, size in self._bytes:
             place = np.searchsorted(users, end) - 1
@@ -250,7 +247,7 @@ class Memory:
         return self._halve(limit + slack) if len(self._bytes) <= _FEW else self._slide(limit + slack)
 
     def _halve(self, limit: float) -> Positions:
-        """The same for all ends at once, halving the range of the begin."""
+        """Find the earliest begins for all ends at once, by bisection."""
         ends = np.arange(self.blocks.count + 1)
         low, high = np.zeros_like(ends), ends.copy()
         while (low < high).any():

@@ -45,12 +45,12 @@ class Reach:
         self._no_window = np.zeros(blocks.count + 1, dtype=np.int64)
 
     def _least_too_large(self, earliest: Positions) -> float:
-        """The least work of a run that memory does not allow."""
+        """Return the least work of a run that memory does not allow."""
         ends = np.flatnonzero(earliest)
         return float((self.blocks.work[ends] - self.blocks.work[earliest[ends] - 1]).min(initial=math.inf))
 
     def within(self, limit: float) -> Reached | None:
-        """The bounds that can be reached after 0, 1, 2... stages, or None if the last is not the end of the chain."""
+        """Return the bounds reachable after 0, 1, 2... stages, or None if the end of the chain is not."""
         count, crossing = self.blocks.count, self.blocks.crossing
         reached = np.zeros(count + 1, dtype=np.bool_)
         reached[0] = True
@@ -69,7 +69,7 @@ class Reach:
         return passed if reached[count] else None
 
     def fits(self, stage: int, begins: Positions, end: int, limit: float) -> npt.NDArray[np.bool_]:
-        """Which of some begins make a stage that ends here and is within the limit."""
+        """Tell which of some begins make a stage that ends here and is within the limit."""
         load = self.load(stage, begins, end)
         allowed = (begins < end) & (begins >= self.earliest[stage][end])
         fine: npt.NDArray[np.bool_] = allowed & (load <= limit + self._rounding / self.speeds[stage])
@@ -87,7 +87,7 @@ class Reach:
         return fine & (best > -math.inf)
 
     def load(self, stage: int, begins: Positions, end: int) -> Array:
-        """The time of a stage that ends here, for each of some begins."""
+        """Return the time of a stage that ends here, for each of some begins."""
         work, crossing = self.blocks.work, self.blocks.crossing
         loads: Array = (work[end] - work[begins]) / self.speeds[stage] + crossing[begins] + crossing[end]
         return loads
@@ -102,14 +102,14 @@ class Reach:
         return cuts[::-1]
 
     def bottleneck(self, cuts: list[int]) -> float:
-        """The longest time of a stage."""
+        """Return the longest time of a stage."""
         bounds = [0, *cuts, self.blocks.count]
         return max(
             float(self.load(stage, np.array([bounds[stage]]), bounds[stage + 1])[0]) for stage in range(len(cuts) + 1)
         )
 
     def least(self) -> float | None:
-        """The least bottleneck that any cut has; None if memory allows no cut."""
+        """Return the least bottleneck that any cut has; None if memory allows no cut."""
         reached = self.within(math.inf)
         if reached is None:
             return None

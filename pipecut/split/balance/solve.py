@@ -20,60 +20,12 @@ from .least_memory import LeastMemory, least_memory_cuts
 from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, alone
 from .reach import Reach, Reached
 
-# MERGED: Among the cuts within a limit the one of the least price: little to send, outer modules.
-
-
-# Places that are looked at for each cut; beyond them only the cheapest ones.
-_MOST_PLACES = 600
-
-
-def _preferred_cuts(reach: Reach, limit: float) -> list[int]:
-    """Cuts with every stage within the limit, and among them the least sum of prices.
-
-    The sum is the least of all where each cut has at most MOST_PLACES places to go to.
-    """
-    reached = reach.within(limit)
-    assert reached is not None, "the limit is one that a cut has"
-    prices = np.array([0.0, *reach.blocks.prices, 0.0])
-    active = _leading_to_the_end(reach, reached, limit, prices)
-    paid: Array = np.zeros(1)
-    choices: list[Positions] = []
-    for stage in range(reach.ranks.stages):
-        begins, ends = active[stage], active[stage + 1]
-        choice = np.zeros(len(ends), dtype=np.int64)
-        next_paid = np.full(len(ends), math.inf)
-        for place, end in enumerate(ends):
-            costs = np.where(reach.fits(stage, begins, int(end), limit), paid, math.inf)
-            choice[place] = int(np.argmin(costs))
-            next_paid[place] = costs[choice[place]] + prices[end]
-        paid = next_paid
-        choices.append(choice)
-    place, cuts = 0, []
-    for stage in range(reach.ranks.stages - 1, 0, -1):
-        place = int(choices[stage][place])
-        cuts.append(int(active[stage][place]))
-    return cuts[::-1]
-
-
-def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Array) -> list[Positions]:
-    """For each number of stages the bounds that can be reached, and from which the rest can be."""
-    path = reach.path(reached, limit)
-    active = [np.array([reach.blocks.count])]
-    for stage in range(reach.ranks.stages - 1, 0, -1):
-        fine = np.flatnonzero(reached[stage] & reach.begins_of(stage, active[0], limit))
-        if len(fine) > _MOST_PLACES:
-            cheapest = fine[np.argsort(prices[fine], kind="stable")[:_MOST_PLACES]]
-            fine = np.union1d(cheapest, [path[stage - 1]])
-        active.insert(0, fine)
-    return [np.array([0]), *active]
-
-
 __all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance_stages", "evaluate_cuts"]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Where stages 1, 2... begin, as numbers of blocks, and the time of each rank: compute and transfers.
+    """Cuts, as the blocks at which stages 1, 2... begin, and the time of each rank: compute and transfers.
 
     No cut has a bottleneck below `lower_bound`. `memory` is that of each rank, 0 where no memory was given.
 
@@ -90,7 +42,7 @@ class Balance:
 
     @property
     def is_best(self) -> bool:
-        """Whether it is proven that no cut has a smaller bottleneck."""
+        """True if it is proven that no cut has a smaller bottleneck."""
         return self.bottleneck <= self.lower_bound * (1 + 1e-9)
 
     @property
@@ -100,7 +52,7 @@ class Balance:
 
     @property
     def proof(self) -> str:
-        """How far it may be from the best, in words."""
+        """Distance from the best possible cut, in words."""
         gap = self.bottleneck / self.lower_bound - 1 if self.lower_bound else 0.0
         return "proven best" if self.is_best else f"at most {gap:.1%} above the best"
 
@@ -156,7 +108,7 @@ def evaluate_cuts(
     speeds: Sequence[float] | None = None,
     in_flight: Sequence[float] | Callable[[int], float] | None = None,
 ) -> Balance:
-    """How well given cuts are balanced.
+    """Evaluate how well given cuts are balanced.
 
     >>> evaluate_cuts(Blocks(times=(3, 1, 4)), [1], 2).loads
     (3.0, 5.0)
@@ -227,3 +179,48 @@ def _rounded_up(number: float) -> float:
     """Three digits that are not less."""
     step = 10.0 ** (math.floor(math.log10(number)) - 2)
     return math.ceil(number / step - 1e-9) * step
+
+
+# Places that are looked at for each cut; beyond them only the cheapest ones.
+_MOST_PLACES = 600
+
+
+def _preferred_cuts(reach: Reach, limit: float) -> list[int]:
+    """Return cuts with every stage within the limit, and among them the least sum of prices.
+
+    The sum is the least of all where each cut has at most _MOST_PLACES places to go to.
+    """
+    reached = reach.within(limit)
+    assert reached is not None, "the limit is one that a cut has"
+    prices = np.array([0.0, *reach.blocks.prices, 0.0])
+    active = _leading_to_the_end(reach, reached, limit, prices)
+    paid: Array = np.zeros(1)
+    choices: list[Positions] = []
+    for stage in range(reach.ranks.stages):
+        begins, ends = active[stage], active[stage + 1]
+        choice = np.zeros(len(ends), dtype=np.int64)
+        next_paid = np.full(len(ends), math.inf)
+        for place, end in enumerate(ends):
+            costs = np.where(reach.fits(stage, begins, int(end), limit), paid, math.inf)
+            choice[place] = int(np.argmin(costs))
+            next_paid[place] = costs[choice[place]] + prices[end]
+        paid = next_paid
+        choices.append(choice)
+    place, cuts = 0, []
+    for stage in range(reach.ranks.stages - 1, 0, -1):
+        place = int(choices[stage][place])
+        cuts.append(int(active[stage][place]))
+    return cuts[::-1]
+
+
+def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Array) -> list[Positions]:
+    """For each number of stages the bounds that can be reached, and from which the rest can be."""
+    path = reach.path(reached, limit)
+    active = [np.array([reach.blocks.count])]
+    for stage in range(reach.ranks.stages - 1, 0, -1):
+        fine = np.flatnonzero(reached[stage] & reach.begins_of(stage, active[0], limit))
+        if len(fine) > _MOST_PLACES:
+            cheapest = fine[np.argsort(prices[fine], kind="stable")[:_MOST_PLACES]]
+            fine = np.union1d(cheapest, [path[stage - 1]])
+        active.insert(0, fine)
+    return [np.array([0]), *active]

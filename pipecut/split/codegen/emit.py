@@ -32,54 +32,6 @@ from ..program import (
 )
 from .expressions import Expressions, Naming, is_plain_name
 
-# MERGED: The `with` blocks that lead from the modes around some code to those that it was traced in.
-
-
-def _one_level_in(context: Context, base: Context) -> Context:
-    """The modes one `with` block further in on the way from `base` to `context`."""
-    depth = len(base.autocast)
-    if len(context.autocast) > depth:
-        return replace(base, autocast=context.autocast[: depth + 1])
-    return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
-
-
-def _manager(context: Context, base: Context) -> str:
-    """The context manager that switches from the modes of `base` to those of `context`, one level further in."""
-    if context.grad != base.grad:
-        return f"torch.set_grad_enabled({context.grad})"
-    entered = context.autocast[-1]
-    return f"torch.autocast({entered.device_type!r}, {entered.dtype}, {entered.enabled})"
-
-
-# MERGED: Called by generated code: what a module returns is what it returned when it was traced.
-
-
-def _require_items(
-    result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, tensors: tuple[int, ...], label: str
-) -> Any:
-    """A list or tuple must have as many items as then, with tensors in the same places."""
-    if type(result) is kind and len(result) == count and all(result[index] is not None for index in tensors):
-        return result
-    expected = f"a {kind.__name__} of {count} with a tensor at {', '.join(map(str, tensors))}"
-    got = f"({', '.join(map(_brief, result))})" if isinstance(result, tuple | list) else _brief(result)
-    raise PipeError(
-        f"{label!r} returned {expected} when the model was traced, and now {got}; "
-        "a module that returns something else in another mode or after its hooks needs a new pipeline() call"
-    )
-
-
-def _require_same(result: Any, traced: Any, label: str) -> None:
-    """What a module returned besides tensors is part of the trace."""
-    if result is not traced and not (type(result) is type(traced) and result == traced):
-        raise PipeError(
-            f"{label!r} returned {traced!r} when the model was traced, and now {_brief(result)}; the code around it "
-            "was traced with that value. Return it as a tensor, or call pipeline() again in the mode that is to run"
-        )
-
-
-def _brief(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-
 
 @dataclass(frozen=True)
 class Function:
@@ -111,7 +63,7 @@ class Emitter:
     def stage(
         self, program: Piece, inputs: Sequence[int], prologue: Sequence[str], returns: _Sent | Template
     ) -> list[Function]:
-        """The functions of a stage; the last one is the stage's own forward."""
+        """Return the functions of a stage; the last one is the stage's own forward."""
         self.shared_paths = _paths_with_several_forwards(program)
         names = self.naming.values
         writer = _Writer(self, program)
@@ -310,3 +262,49 @@ def _paths_with_several_forwards(program: Piece) -> frozenset[str]:
     """Modules of which more than one piece runs in this stage."""
     pieces = collections.Counter(item.path for item in walk(program.items) if isinstance(item, Piece))
     return frozenset(path for path, count in pieces.items() if count > 1)
+
+
+def _one_level_in(context: Context, base: Context) -> Context:
+    """Return the modes one `with` block further in on the way from `base` to `context`."""
+    depth = len(base.autocast)
+    if len(context.autocast) > depth:
+        return replace(base, autocast=context.autocast[: depth + 1])
+    return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
+
+
+def _manager(context: Context, base: Context) -> str:
+    """Return the context manager that switches from the modes of `base` to those of `context`, one level further in."""
+    if context.grad != base.grad:
+        return f"torch.set_grad_enabled({context.grad})"
+    entered = context.autocast[-1]
+    return f"torch.autocast({entered.device_type!r}, {entered.dtype}, {entered.enabled})"
+
+
+# Checks that generated code calls: a module returns what it returned when it was traced
+
+
+def _require_items(
+    result: Any, kind: type[list[Any]] | type[tuple[Any, ...]], count: int, tensors: tuple[int, ...], label: str
+) -> Any:
+    """Raise if a list or tuple has other items than in the trace, or tensors in other places."""
+    if type(result) is kind and len(result) == count and all(result[index] is not None for index in tensors):
+        return result
+    expected = f"a {kind.__name__} of {count} with a tensor at {', '.join(map(str, tensors))}"
+    got = f"({', '.join(map(_brief, result))})" if isinstance(result, tuple | list) else _brief(result)
+    raise PipeError(
+        f"{label!r} returned {expected} when the model was traced, and now {got}; "
+        "a module that returns something else in another mode or after its hooks needs a new pipeline() call"
+    )
+
+
+def _require_same(result: Any, traced: Any, label: str) -> None:
+    """Raise if a module returns other plain values than in the trace: they are part of it."""
+    if result is not traced and not (type(result) is type(traced) and result == traced):
+        raise PipeError(
+            f"{label!r} returned {traced!r} when the model was traced, and now {_brief(result)}; the code around it "
+            "was traced with that value. Return it as a tensor, or call pipeline() again in the mode that is to run"
+        )
+
+
+def _brief(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

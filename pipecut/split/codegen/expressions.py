@@ -23,7 +23,7 @@ from ..state import state_name
 
 @dataclass(frozen=True)
 class Naming:
-    """How things are called in one stage's code: values by name, modules by all their paths."""
+    """Names in one stage's code: values by name, modules by all their paths."""
 
     traced: TracedModel
     values: Mapping[int, str]
@@ -35,34 +35,34 @@ class Naming:
         return frozenset((*self.values.values(), *map(str, self.traced.dims)))
 
     def name(self, key: Key) -> str:
-        """The variable that holds a value, a symbolic dim or the device."""
+        """Return the variable that holds a value, a symbolic dim or the device."""
         if key is HERE:
             return "device"
         return self.values[key] if isinstance(key, int) else str(key)
 
     def order(self, key: Key) -> tuple[int, int, str]:
-        """Where a value comes among arguments: model inputs, other values, sizes."""
+        """Return the position of a value among arguments: model inputs, other values, sizes."""
         if isinstance(key, int):
             return (int(self.traced.operations[key].kind != "input"), key, "")
         return (2, 0, self.name(key))
 
     def is_state(self, key: Key) -> bool:
-        """Whether a value is an attribute of some module, and not a variable."""
+        """Return True if a value is an attribute of some module, and not a variable."""
         return isinstance(key, int) and self.traced.operations[key].kind in ("state", "constant")
 
     def path_below(self, path: str, base: str) -> str:
-        """The path of a module that lies below `base`, if it has one there."""
+        """Return the path of a module that lies below `base`, if it has one there."""
         aliases = self.module_aliases.get(path, (path,))
         return next((alias for alias in aliases if _is_below(alias, base)), path)
 
 
 def _is_below(path: str, base: str) -> bool:
-    """Whether a module path is `base` or inside it."""
+    """Return True if a module path is `base` or inside it."""
     return base == "" or path == base or path.startswith(f"{base}.")
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `object.name` is Python."""
+    """Return True if `object.name` is Python."""
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
@@ -76,14 +76,14 @@ class Expressions:
     elsewhere: set[str] = field(default_factory=set)
 
     def value(self, value: Any) -> str:
-        """The expression for an argument."""
+        """Return the expression for an argument."""
         for kind, write in _WRITERS.items():
             if isinstance(value, kind):
                 return write(self, value)
         return "device" if value is HERE else self._plain(value)
 
     def reference(self, index: int) -> str:
-        """The expression for the value of an operation."""
+        """Return the expression for the value of an operation."""
         if not self.naming.is_state(index):
             return self.naming.values[index]
         op = self.naming.traced.operations[index]
@@ -94,7 +94,7 @@ class Expressions:
         return f"{module}.{attribute}" if is_plain_name(attribute) else f"getattr({module}, {attribute!r})"
 
     def module(self, path: str) -> str:
-        """The expression for a module."""
+        """Return the expression for a module."""
         path = self.naming.path_below(path, self.base)
         if not _is_below(path, self.base):
             self.elsewhere.add(path)
@@ -104,7 +104,7 @@ class Expressions:
         return "self" + "".join(f".{part}" if is_plain_name(part) else f"._modules[{part!r}]" for part in parts)
 
     def shared(self, name: str, value: Any) -> str:
-        """A global of the generated code that stands for an object."""
+        """Return a global of the generated code that stands for an object."""
         base = re.sub(r"\W+", "_", name)
         name, count = base, 1
         while name in self.naming.variables or (name in self.globals and self.globals[name] is not value):
@@ -113,17 +113,17 @@ class Expressions:
         return name
 
     def operator(self, target: Any) -> str:
-        """The expression for what an operation calls."""
+        """Return the expression for what an operation calls."""
         if is_overload(target):
             return f"torch.ops.{schema_of(target).name.replace('::', '.')}.{overload_name(target)}"
         return self.shared(getattr(target, "__name__", "function"), target)
 
     def template(self, template: Template) -> str:
-        """The expression that builds a nested value."""
+        """Return the expression that builds a nested value."""
         return self.structured(template.structure, iter(template.leaves))
 
     def structured(self, structure: Structure, leaves: Iterator[Any]) -> str:
-        """The expression for a part of a nested value, taking its leaves from the iterator."""
+        """Return the expression for a part of a nested value, taking its leaves from the iterator."""
         if structure.rebuild is None:
             return self.value(next(leaves))
         children = [self.structured(child, leaves) for child in structure.children]
@@ -178,14 +178,11 @@ _LITERALS: dict[str, Callable[[Structure, list[str]], str]] = {
 }
 
 
-# MERGED: Readable, unique Python names for the values of a trace.
-
-
 _RESERVED = {"self", "device", "checkpoint", "torch", "piece"}
 
 
 def name_values(traced: TracedModel) -> dict[int, str]:
-    """A name for the value of every operation: inputs as the user calls them, module results by the module's path."""
+    """Name the value of every operation: inputs as the user calls them, module results by the module's path."""
     wishes = {op.index: op.name for op in traced.operations}
     for span in traced.spans("call"):
         made = [

@@ -24,7 +24,7 @@ _TIME_FOR_EACH = 0.15
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device can do: rates of matrix products by dtype, of memory and of the link to the next device.
+    """Speed of a device: rates of matrix products by dtype, of memory and of the link to the next device.
 
     >>> machine = Machine(matmul_flops={torch.float32: 1e10}, memory_bandwidth=1e9, overhead=0.0)
     >>> machine.time(flops=1e10, bytes_moved=4e9, dtype=torch.float32)
@@ -53,7 +53,7 @@ class Machine:
 
     @classmethod
     def nominal(cls, device_type: str) -> Machine:
-        """A machine of its kind, the same for everybody: what depends on it is the same on every rank.
+        """Return a machine of its kind, the same for everybody: what depends on it is the same on every rank.
 
         >>> Machine.nominal("cpu").memory_bandwidth < Machine.nominal("cuda").memory_bandwidth
         True
@@ -126,14 +126,14 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _overhead(device: torch.device) -> float:
-    """The least that an operation costs, with the record that autograd makes of it."""
+    """Return the least that an operation costs, with the record that autograd makes of it."""
     tiny = torch.ones(4, device=device, requires_grad=True)
     with torch.enable_grad():
         return _seconds(lambda: tiny * 2.0, device, calls=200)
 
 
 def _seconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """The least time of a call among some: what disturbs it only makes it longer."""
+    """Return the least time of a call among some: what disturbs it only makes it longer."""
     call()
     wait = torch.accelerator.synchronize if device.type != "cpu" else _no_wait
     best, begin = math.inf, time.perf_counter()
@@ -149,9 +149,6 @@ def _seconds(call: Callable[[], object], device: torch.device, calls: int = 1) -
 
 def _no_wait() -> None:
     """The CPU is done when a call returns."""
-
-
-# MERGED: Times of an operation on a machine: forward, backward for the inputs, backward for the weights.
 
 
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
@@ -183,14 +180,14 @@ class Times:
         )
 
     def scaled(self, forward: float, backward_input: float, backward_weight: float) -> Times:
-        """Each part by a factor of its own."""
+        """Return each part by a factor of its own."""
         return Times(
             self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
         )
 
 
 def mean_of(times: Sequence[Times]) -> Times:
-    """The mean of each part.
+    """Return the mean of each part.
 
     >>> mean_of([Times(1.0, 2.0, 3.0), Times(3.0, 2.0, 5.0)])
     Times(forward=2.0, backward_input=2.0, backward_weight=4.0)
@@ -212,7 +209,7 @@ class OperationTimes:
         }
 
     def of(self, op: Operation) -> Times:
-        """The times of one operation."""
+        """Return the times of one operation."""
         if op.kind != "op":
             return Times()
         flops = self._costs.number(operation_flops(self.traced, op))
@@ -236,7 +233,7 @@ class OperationTimes:
         return Times(forward, again, backward + self._accumulation(weights))
 
     def _gradients(self, op: Operation) -> tuple[list[int], list[int]]:
-        """The arguments that get a gradient: activations, and weights or what is made of them alone."""
+        """Return the arguments that get a gradient: activations, and weights or what is made of them alone."""
         needing = [index for index in dict.fromkeys(op.refs) if self.finder.saved.index_needs_gradient(index)]
         if op.spec is not None and not needing:
             needing = [index for index in op.refs if self.traced.operations[index].spec is None]

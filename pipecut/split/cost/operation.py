@@ -1,8 +1,8 @@
-"""What a traced operation costs: floating-point operations as an expression of the symbolic dims.
+"""Costs of traced operations, as expressions of the symbolic dims: FLOPs, bytes moved, bytes kept.
 
 torch.utils.flop_counter counts while a model runs, on the operators below autograd; a trace holds the operators
-above it (linear, scaled_dot_product_attention), with symbolic sizes, and nothing runs. What has no formula here, and is
-made of other operators, counts as what it is made of.
+above it (linear, scaled_dot_product_attention), with symbolic sizes, and nothing runs. The formulas are those of the
+operators' records (`pipe_ir.operators`); an operator without one, made of others, counts as what it is made of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .trial import try_operation
 
 
 def operation_flops(traced: TracedModel, op: Operation) -> Dim:
-    """The floating-point operations of an operation's matrix products and convolutions; 0 for all other operations."""
+    """Return the FLOPs of an operation's matrix products and convolutions; 0 for all other operations."""
     if op.kind != "op":
         return 0
     formula = operator_of(op.target).flops
@@ -48,7 +48,7 @@ def _flops_of_parts(traced: TracedModel, op: Operation) -> Dim:
 
 @functools.cache
 def _may_hold_products(target: Any) -> bool:
-    """Whether an operator is made of others, and gives back more than a view of what it takes."""
+    """Return True if an operator is made of others, and gives back more than a view of what it takes."""
     return (
         is_overload(target)
         and target.namespace == "aten"
@@ -58,12 +58,12 @@ def _may_hold_products(target: Any) -> bool:
 
 
 def flops_between(traced: TracedModel, begin: int, end: int) -> sympy.Expr:
-    """The floating-point operations of the forward between two ticks."""
+    """Return the floating-point operations of the forward between two ticks."""
     return sympy.Add(*(operation_flops(traced, op) for op in traced.operations_within(begin, end)))
 
 
 class ConcreteCosts:
-    """What operations and tensors weigh at given sizes; sizes that depend on data count as one."""
+    """Numbers at given sizes of the symbolic dims; sizes that depend on data count as one."""
 
     def __init__(self, traced: TracedModel, sizes: Mapping[str, int]) -> None:
         self._traced = traced
@@ -71,7 +71,7 @@ class ConcreteCosts:
         self._numbers: dict[sympy.Basic, int] = {}
 
     def number(self, dim: Dim) -> int:
-        """A dim at the given sizes."""
+        """Return a dim at the given sizes."""
         if isinstance(dim, int):
             return dim
         if dim not in self._numbers:
@@ -80,17 +80,14 @@ class ConcreteCosts:
         return self._numbers[dim]
 
     def elements(self, spec: TensorSpec | None) -> int:
-        """The elements of a tensor."""
+        """Return the elements of a tensor."""
         return 0 if spec is None else math.prod(map(self.number, spec.shape))
 
     def operation(self, op: Operation) -> int:
-        """How much an operation counts when stages are balanced: its FLOPs, and the elements that it writes."""
+        """Return the work of an operation: its FLOPs, and the elements that it writes."""
         if op.kind != "op":
             return 0
         return max(1, self.number(operation_flops(self._traced, op)) + self.elements(op.spec))
-
-
-# MERGED: OperationCost: FLOPs, bytes moved and bytes kept of one or more operations, in the symbolic dims.
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class OperationCost:
     saved_bytes: Dim = 0
 
     def at(self, sizes: Mapping[str, int]) -> OperationCost:
-        """The same in numbers, for given sizes of the symbolic dims.
+        """Return the same in numbers, for given sizes of the symbolic dims.
 
         >>> batch = sympy.Symbol("batch")
         >>> OperationCost(flops=2 * batch, bytes_moved=8).at({"batch": 5})
@@ -134,11 +131,11 @@ class CostFinder:
         self._places = {name: place for place, name in enumerate(names)}
 
     def operation(self, op: Operation) -> OperationCost:
-        """The cost of one operation; 0 for one that does not compute."""
+        """Return the cost of one operation; 0 for one that does not compute."""
         return self.run((op,))
 
     def run(self, operations: Iterable[Operation]) -> OperationCost:
-        """The cost of operations that are in one stage: parameters and kept values of several operations count once."""
+        """Return the cost of operations of one stage: parameters and values that several of them keep count once."""
         computed = [op for op in operations if op.kind == "op"]
         kept = {saved.key: saved.bytes for op in computed for saved in self.saved.of(op)}
         parameters = {index for op in computed for index in self.parameters(op)}
@@ -150,11 +147,11 @@ class CostFinder:
         )
 
     def parameters(self, op: Operation) -> tuple[int, ...]:
-        """The parameters that an operation uses, buffers aside."""
+        """Return the parameters that an operation uses, buffers aside."""
         return tuple(index for index in dict.fromkeys(op.refs) if self.is_parameter(index))
 
     def bytes_moved(self, op: Operation) -> Dim:
-        """The bytes that an operation reads and writes; a view moves none."""
+        """Return the bytes that an operation reads and writes; a view moves none."""
         if op.kind != "op" or self.memory.is_view(op):
             return 0
         reads = operator_of(op.target).reads
@@ -164,17 +161,17 @@ class CostFinder:
         return _sum([bytes_of(op), *sizes, *(sizes[:1] if reads == "twice" else ())])
 
     def is_parameter(self, index: int) -> bool:
-        """Whether a value is a parameter of the model, trained or frozen."""
+        """Return True if a value is a parameter of the model, trained or frozen."""
         return self.place_of_parameter(index) < len(self._places)
 
     def place_of_parameter(self, index: int) -> int:
-        """The number of a parameter in the order of the model's; what is none comes after all of them."""
+        """Return the number of a parameter in the order of the model's; what is none comes after all of them."""
         names = self.traced.state_names.get(index, ()) if self.traced.operations[index].kind == "state" else ()
         return min((self._places[name] for name in names if name in self._places), default=len(self._places))
 
 
 def _sum(values: Iterable[Dim]) -> Dim:
-    """A sum that stays a plain number where it can."""
+    """Return a sum that stays a plain number where it can."""
     numbers, expressions = 0, []
     for value in values:
         if isinstance(value, sympy.Basic):

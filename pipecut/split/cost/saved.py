@@ -13,11 +13,9 @@ from typing import Any
 from ...pipe_ir import Dim, Operation, Ref, TracedModel, operator_of
 from .trial import arguments_of, try_operation
 
-# MERGED: Which values of a trace lie in the same memory, and how much of it they hold on to.
-
 
 def bytes_of(op: Operation) -> Dim:
-    """The bytes of the tensor that an operation makes, as an expression of the symbolic dims."""
+    """Return the bytes of the tensor that an operation makes, as an expression of the symbolic dims."""
     return 0 if op.spec is None else math.prod(op.spec.shape) * op.spec.dtype.itemsize
 
 
@@ -42,23 +40,23 @@ class MemoryMap:
             self.is_weight.append(_is_weight(op, self.is_weight))
 
     def is_view(self, op: Operation) -> bool:
-        """Whether an operation only looks at memory that was there before."""
+        """Return True if an operation only looks at memory that was there before."""
         return op.kind == "op" and self.maker[op.index] != op.index and not op.writes
 
     def is_activation(self, index: int) -> bool:
-        """Whether a value takes memory in each microbatch: a parameter, a buffer or a view of one does not."""
+        """Return True if a value takes memory in each microbatch: a parameter, a buffer or a view of one does not."""
         return (
             self._traced.operations[self.maker[index]].kind in ("op", "input")
             and self._traced.operations[index].kind != "mark"
         )
 
     def held(self, index: int) -> Dim:
-        """The bytes that a value keeps alive."""
+        """Return the bytes that a value keeps alive."""
         return bytes_of(self._traced.operations[self.maker[index]])
 
 
 def _makes_new_memory(op: Operation) -> bool:
-    """Whether an operation that may hand back its argument (dropout) has work to do here."""
+    """Return True if an operation that may hand back its argument (dropout) has work to do here."""
     if not operator_of(op.target).passes_through or len(op.args) < 3:
         return False
     return bool(op.args[2]) and op.args[1] != 0
@@ -70,20 +68,16 @@ def _is_weight(op: Operation, known: list[bool]) -> bool:
     return bool(op.refs) and all(known[index] for index in op.refs)
 
 
-# Memory that an operation makes for itself has no value of the trace: its key is negative.
-Key = int
-
-
 @dataclass(frozen=True)
 class _Saved:
     """Memory that is kept: `key` says which, as several operations may keep the same."""
 
-    key: Key
+    key: int  # the operation that made it; negative for memory that an operation makes for itself
     bytes: Dim
 
 
 class SavedValues:
-    """Says of each operation what it keeps for the backward. Parameters are there anyway, and are not among it."""
+    """Values that each operation keeps for the backward. Parameters are there anyway, and are not among them."""
 
     def __init__(self, traced: TracedModel, memory: MemoryMap) -> None:
         self.traced, self.memory = traced, memory
@@ -100,18 +94,18 @@ class SavedValues:
         return tuple({saved.key: saved for saved in _RULES[operator_of(op.target).saves](self, op)}.values())
 
     def needs_gradient(self, op: Operation) -> bool:
-        """Whether there is a backward of an operation; one that returns several tensors is judged by its arguments."""
+        """Return True if an operation has a backward; one that returns several tensors is judged by its arguments."""
         if op.spec is None:
             return op.context.grad and any(map(self.index_needs_gradient, op.refs))
         return op.spec.requires_grad
 
     def index_needs_gradient(self, index: int) -> bool:
-        """Whether a gradient flows back into a value."""
+        """Return True if a gradient flows back into a value."""
         spec = self.traced.operations[index].spec
         return spec is not None and spec.requires_grad
 
     def value(self, ref: Any) -> Iterator[_Saved]:
-        """The memory of a value, if it is an activation."""
+        """Yield the memory of a value, if it is an activation."""
         if isinstance(ref, Ref) and self.memory.is_activation(ref.index):
             yield _Saved(self.memory.maker[ref.index], self.memory.held(ref.index))
 
@@ -128,7 +122,7 @@ _Rule = Callable[[SavedValues, Operation], Iterator[_Saved]]
 
 
 def _kept_whole(traced: TracedModel) -> dict[int, tuple[int, ...]]:
-    """The operations of checkpoints and autograd functions; with the first one the values that the whole keeps."""
+    """Map operations of checkpoints and autograd functions to the values that are kept: the first has them all."""
     inside: dict[int, tuple[int, ...]] = {}
     for span in traced.spans():
         if span.kind == "call":
@@ -154,7 +148,7 @@ def _first(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _as_tried(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """What autograd is seen to keep of it; if it cannot be tried, its arguments through which a gradient flows."""
+    """Yield what autograd keeps in a trial; without one, the arguments through which a gradient flows."""
     tried = try_operation(saved.traced, op)
     if tried is None or tried.kept is None:
         for index in filter(saved.index_needs_gradient, op.refs):
@@ -175,7 +169,7 @@ def _all_inputs(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _indices(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """Arguments of whole numbers or truth values: which elements were taken."""
+    """Yield arguments of whole numbers or truth values: they say which elements were taken."""
     for index in op.refs:
         spec = saved.traced.operations[index].spec
         if spec is not None and not spec.dtype.is_floating_point:
@@ -183,7 +177,7 @@ def _indices(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """Each factor, if a gradient flows into another one."""
+    """Yield each factor, if a gradient flows into another one."""
     factors = [ref for ref in op.args if isinstance(ref, Ref)]
     factors += [ref for arg in op.args if isinstance(arg, list | tuple) for ref in arg if isinstance(ref, Ref)]
     for place, factor in enumerate(factors):
@@ -193,7 +187,7 @@ def _product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _batched_product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """As a product; batches that do not lie one after the other are copied first, and the copy is what is kept."""
+    """Yield factors as of a product, or the copies that are made first of batches that are not in order."""
     pairs = ((op.args[0], op.args[1]), (op.args[1], op.args[0]))
     for place, (factor, other) in enumerate(pairs):
         if not isinstance(other, Ref) or not saved.index_needs_gradient(other.index):
@@ -209,13 +203,13 @@ def _batched_product(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _batches_in_order(shape: tuple[Dim, ...], stride: tuple[Dim, ...]) -> bool:
-    """Whether all dims but the last two can be seen as one."""
+    """Return True if all dims but the last two can be seen as one."""
     batch = range(len(shape) - 3)
     return all(shape[dim] == 1 or stride[dim] == stride[dim + 1] * shape[dim + 1] for dim in batch)
 
 
 def _linear(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """The input, for the gradient of the weight; the weight is counted only where it is made in the forward."""
+    """Yield the input, for the gradient of the weight; the weight is counted only where it is made in the forward."""
     value, weight = op.args[:2]
     if isinstance(weight, Ref) and saved.index_needs_gradient(weight.index):
         yield from saved.value(value)
@@ -239,7 +233,7 @@ def _power(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _dropout(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """What was dropped: a byte for each element, or a factor of its own type on the CPU."""
+    """Yield the mask: a byte for each element, or a factor of its own type on the CPU."""
     if _makes_new_memory(op):
         size = bytes_of(op)
         itemsize = op.spec.dtype.itemsize if op.spec is not None else 1
@@ -247,13 +241,13 @@ def _dropout(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _max_pool(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """The input, and for each result from which place it is."""
+    """Yield the input, and for each result from which place it is."""
     yield from _first(saved, op)
     yield from saved.own(op, bytes_of(op) / op.spec.dtype.itemsize * 8 if op.spec is not None else 0)
 
 
 def _cross_entropy(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """The logarithms of all probabilities, and the target."""
+    """Yield the logarithms of all probabilities, and the target."""
     logits = op.args[0]
     yield from saved.own(op, bytes_of(saved.traced.operations[logits.index]))
     for argument in op.args[1:3]:
@@ -261,7 +255,7 @@ def _cross_entropy(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _recurrent(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """The input, and for each position and layer the gates and states, on the CPU in many small tensors."""
+    """Yield the input, and for each position and layer the gates and states, on the CPU in many small tensors."""
     yield from _first(saved, op)
     place = next(place for place, arg in enumerate(op.args) if type(arg) is int)
     layers, directions = op.args[place], 1 + bool(op.args[place + 3])

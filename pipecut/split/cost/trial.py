@@ -1,4 +1,4 @@
-"""An operation tried out on tensors without memory, of symbolic sizes: what it is made of, and what autograd keeps.
+"""Trial runs of operations on fake tensors of symbolic sizes: what they are made of, and what autograd keeps.
 
 Most operators of a trace lie above autograd, and many are made of others (einsum, tensordot). Nobody has to know how:
 torch runs them without computing anything, and is watched.
@@ -51,7 +51,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operation on tensors of which only the looks are known. Calls that are alike are equal, and tried once."""
+    """An operation on tensors known by shape, dtype and layout only. Equal calls are tried once."""
 
     target: Any
     args: tuple[Any, ...]
@@ -74,7 +74,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _SavedTensors:
-    """What autograd keeps for the backward: arguments by their slots, the result, and bytes of other memory."""
+    """Tensors that autograd keeps for the backward: arguments by their slots, the result, and bytes of other memory."""
 
     arguments: tuple[int, ...]
     result: bool
@@ -83,14 +83,14 @@ class _SavedTensors:
 
 @dataclass(frozen=True)
 class _TrialResult:
-    """What was seen; `kept` is None if it is known only for the sizes of the example."""
+    """Observations of a trial; `kept` is None if it is known only for the sizes of the example."""
 
     parts: tuple[_Part, ...]
     kept: _SavedTensors | None
 
 
 def arguments_of(op: Operation) -> tuple[int, ...]:
-    """The operations that made the tensors of a call, by slot."""
+    """Return the operations that made the tensors of a call, by slot."""
     return tuple(dict.fromkeys(op.refs))
 
 
@@ -172,7 +172,7 @@ def _tried(call: _Call) -> _TrialResult | None:
 
 @contextlib.contextmanager
 def _modes(call: _Call) -> Iterator[None]:
-    """As the operation runs in training, whatever mode the model is priced in."""
+    """Run the operation as in training, whatever mode the model is priced in."""
     told = logging.getLogger(FAKE_TENSOR_LOGGER)  # it writes a page for an operation that cannot be tried
     disabled, told.disabled = told.disabled, True
     try:
@@ -188,7 +188,7 @@ def _modes(call: _Call) -> Iterator[None]:
 
 
 class _PartRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what an operation is made of."""
+    """Records the operators that an operation is made of."""
 
     def __init__(self, sizes: _Sizes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,17 +224,17 @@ class _Sizes:
 
     @property
     def has_fixed_some(self) -> bool:
-        """Whether the operator's code has asked for a size as a plain number: what came of it holds for that alone."""
+        """True if the operator's code has asked for a size as a plain number: what came of it holds for that alone."""
         return bool(self.env.replacements)
 
     def tensor(self, spec: TensorSpec, device: torch.device) -> Tensor:
-        """A tensor that looks like this."""
+        """Return a tensor that looks like this."""
         shape, stride = (tuple(map(self.size, dims)) for dims in (spec.shape, spec.stride))
         made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=device)
         return made.requires_grad_(spec.requires_grad)
 
     def size(self, dim: Any) -> Any:
-        """A dim of the trace as a size that torch takes."""
+        """Return a dim of the trace as a size that torch takes."""
         if isinstance(dim, int) or dim.is_number:
             return int(dim)
         symbols = {symbol: self._to_torch[str(symbol)] for symbol in dim.free_symbols}
@@ -243,7 +243,7 @@ class _Sizes:
         return self.env.create_symintnode(dim.xreplace(symbols), hint=hint)
 
     def dim(self, size: Any) -> Dim:
-        """A size of torch's as a dim of the trace."""
+        """Return a size of torch's as a dim of the trace."""
         return size.node.expr.xreplace(self._back) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -264,5 +264,5 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A nested value with its leaves changed; lists become tuples, which can be keys."""
+    """Return a nested value with its leaves changed; lists become tuples, which can be keys."""
     return tuple(_mapped(change, item) for item in value) if isinstance(value, list | tuple) else change(value)
