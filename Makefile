@@ -6,28 +6,40 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 ARGS ?=
-# Test processes; each holds ranks of its own besides. WORKERS=0 runs all in one, as a debugger needs it.
+# Test processes; the ranks that tests share are few besides. WORKERS=0 runs all in one, as a debugger needs it.
 WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench coverage clean
+.PHONY: help demo test test-rest test-all lint format bench coverage clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## run the demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Many ranks share the cores of one machine: a thread pool in each of them would only fight over them.
-test: export OMP_NUM_THREADS = 1
-test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test test-rest coverage: export OMP_NUM_THREADS = 1
+test: $(STAMP) ## run the tests, all but the slow ones (ARGS="-k name" to choose)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# Random tests once more, with many more examples; --hypothesis-seed=1 and so on draws others.
+test-rest: export HYPOTHESIS_PROFILE = thorough
+test-rest: $(STAMP)
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-seed=0 $(ARGS)
+
+test-all: test test-rest ## run all tests: sweeps, every model of the zoo, random tests with many examples
 
 lint: $(STAMP) ## ruff on everything, mypy on the package
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy pipecut
 
-coverage: export OMP_NUM_THREADS = 1
+format: $(STAMP) ## let ruff format and mend what it can
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
 coverage: $(STAMP) ## try every model of the installed transformers (ARGS="llama --stages 4" to choose)
 	$(BIN)/python -m benchmarks.coverage $(ARGS)
 
