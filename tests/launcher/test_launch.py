@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from pipecut import InputError, PipeError, PipelineStage, Schedule1F1B
 from pipecut.errors import LaunchError
-from pipecut.launcher import PATIENCE, Outcome, RankPool, launch
+from pipecut.launcher import Outcome, RankPool, launch
 from pipecut.launcher import pool as pool_module
 from pipecut.launcher import rank as rank_module
+from tests.support.limits import WORK
 
 pytestmark = pytest.mark.distributed
 
-LIMIT = 600.0 * PATIENCE  # seconds: a launch that hangs fails with the place where it does
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,7 +57,7 @@ def nothing_left() -> Iterator[None]:
 
 def failure_of(function: Any, ranks: int = 2, *args: Any, **options: Any) -> LaunchError:
     with pytest.raises(LaunchError) as caught:
-        launch(function, ranks, *args, **{"timeout": LIMIT, **options})
+        launch(function, ranks, *args, **{"timeout": WORK, **options})
     return caught.value
 
 
@@ -74,7 +74,7 @@ def summed(model: nn.Linear, scale: float) -> dict[str, Any]:
 
 def test_a_function_of_a_module_runs_in_new_processes() -> None:
     model, environment = nn.Linear(2, 2), dict(os.environ)
-    (result,) = launch(summed, 1, model, 2.0, env={"COLOUR": "blue"}, timeout=LIMIT)
+    (result,) = launch(summed, 1, model, 2.0, env={"COLOUR": "blue"}, timeout=WORK)
     assert torch.equal(result["output"], model(torch.ones(1, 2)) * 2.0)
     assert result["rank"] == 0
     assert result["process"] != os.getpid()
@@ -92,7 +92,7 @@ def test_an_inner_function_runs_in_forks() -> None:
         return torch.get_num_threads(), shared
 
     try:
-        results = launch(change, 2, torch.ones(2), timeout=LIMIT)
+        results = launch(change, 2, torch.ones(2), timeout=WORK)
     finally:
         torch.set_num_threads(1)
     assert [threads for threads, _ in results] == [1, 1]
@@ -108,13 +108,13 @@ def test_a_fork_can_differentiate_after_its_parent_has() -> None:
 
     expected = gradient()
     assert expected is not None
-    for made in launch(gradient, 2, timeout=LIMIT):
+    for made in launch(gradient, 2, timeout=WORK):
         assert made is not None
         assert torch.equal(made, expected)
 
 
 def test_large_results_come_back_by_value() -> None:
-    (one,) = launch(lambda: torch.arange(3_000_000), 1, timeout=LIMIT)
+    (one,) = launch(lambda: torch.arange(3_000_000), 1, timeout=WORK)
     assert torch.equal(one, torch.arange(3_000_000))
 
 
@@ -127,11 +127,11 @@ def test_ranks_meet_before_any_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         initialise(*args, **options)
 
     monkeypatch.setattr(dist, "init_process_group", observed)  # forks have it too
-    assert launch(lambda: dist.get_rank(), 4, timeout=LIMIT) == [0, 1, 2, 3]
+    assert launch(lambda: dist.get_rank(), 4, timeout=WORK) == [0, 1, 2, 3]
 
 
 def test_leaving_with_success_is_a_result() -> None:
-    assert launch(lambda: sys.exit(0), 1, timeout=LIMIT) == [None]
+    assert launch(lambda: sys.exit(0), 1, timeout=WORK) == [None]
 
 
 def test_the_failure_of_a_rank_is_raised_with_its_rank_and_traceback() -> None:
@@ -255,7 +255,7 @@ def test_a_result_that_cannot_be_read_is_refused() -> None:
 
 def wait_for_ever() -> None:
     if dist.get_rank() == 1:
-        time.sleep(10 * LIMIT)
+        time.sleep(10 * WORK)
     dist.barrier()
 
 
@@ -275,7 +275,7 @@ def test_a_timeout_tells_where_every_rank_was() -> None:
 
 def test_a_launch_has_a_timeout() -> None:
     with pytest.raises(LaunchError, match=r"had not returned on ranks 0, 1 after 0\.1 s, and all ranks were stopped"):
-        launch(lambda: time.sleep(10 * LIMIT), 2, timeout=0.1)
+        launch(lambda: time.sleep(10 * WORK), 2, timeout=0.1)
 
 
 def test_a_rank_that_does_not_want_to_end_is_ended() -> None:
@@ -283,7 +283,7 @@ def test_a_rank_that_does_not_want_to_end_is_ended() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if dist.get_rank() == 1:
             raise ValueError("enough")
-        time.sleep(10 * LIMIT)
+        time.sleep(10 * WORK)
 
     assert failure_of(stubborn).rank == 1
 
@@ -292,10 +292,10 @@ def test_an_interrupt_stops_all_ranks() -> None:
     def interrupt() -> None:
         if dist.get_rank() == 0:
             os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(10 * LIMIT)
+        time.sleep(10 * WORK)
 
     with pytest.raises(KeyboardInterrupt):
-        launch(interrupt, 2, timeout=LIMIT)
+        launch(interrupt, 2, timeout=WORK)
 
 
 def test_the_ranks_of_a_killed_process_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,14 +306,14 @@ def test_the_ranks_of_a_killed_process_end(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / str(dist.get_rank())).write_text(str(os.getpid()))
         dist.barrier()
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(10 * LIMIT)
+        time.sleep(10 * WORK)
 
     parent = multiprocessing.get_context("fork").Process(target=launch, args=(stay, 2))
     parent.start()
-    parent.join(LIMIT)
+    parent.join(WORK)
     assert parent.exitcode == -signal.SIGKILL
     pids = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + WORK
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < end, f"ranks {pids} outlived their parent"
         time.sleep(0.05)
@@ -349,7 +349,7 @@ def test_what_was_defined_at_a_prompt_is_told_apart(monkeypatch: pytest.MonkeyPa
     with pytest.raises(LaunchError, match="a new process cannot import what was defined in a notebook or at a prompt"):
         launch(typed, 2)
     monkeypatch.setattr(pool_module, "_used_accelerator", lambda: None)
-    assert launch(typed, 2, timeout=LIMIT) == [0, 1]
+    assert launch(typed, 2, timeout=WORK) == [0, 1]
 
 
 def typed() -> int:
@@ -382,7 +382,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=environment, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=WORK, env=environment, check=False
     )
 
 
@@ -429,7 +429,7 @@ def test_on_a_rank_the_function_is_called_there() -> None:
         inner = launch(lambda: os.getpid() - process, 2, backend="no such backend")
         return inner, dist.get_rank(), dist.is_initialized()
 
-    assert launch(outer, 2, timeout=LIMIT) == [([0], 0, True), ([0], 1, True)]
+    assert launch(outer, 2, timeout=WORK) == [([0], 0, True), ([0], 1, True)]
 
 
 def test_another_number_of_ranks_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

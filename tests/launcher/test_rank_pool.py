@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import HANG_GUARD, Ranks, RanksError
+from tests.support.limits import WORK
+from tests.support.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
 
@@ -33,7 +34,7 @@ def end_on(rank: int, which: int) -> None:
 
 def hang_on(rank: int, which: int) -> None:
     if rank == which:
-        time.sleep(10 * HANG_GUARD)
+        time.sleep(10 * WORK)
 
 
 def alive(pid: int) -> bool:

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 import os
 
-PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
-WORK = 900.0 * PATIENCE  # for a script, or a function on ranks
+PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))  # as in pipecut.launcher, which imports torch
+WORK = 600.0 * PATIENCE  # for a script, or a function on ranks
 HANG = 1800.0 * PATIENCE  # for a test, by pytest-timeout: above all others, which say more

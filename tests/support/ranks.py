@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecut.launcher import PATIENCE, RankPool
 from pipecut.launcher import Outcome as Outcome
+from pipecut.launcher import RankPool
+from tests.support.limits import WORK
 
-HANG_GUARD = 300.0 * PATIENCE  # seconds; no test waits as long as this, be the machine ever so busy
-GROUP_TIMEOUT = 20.0  # seconds that gloo waits for a message
+GROUP_TIMEOUT = 2 * WORK  # seconds that gloo waits for a message: a rank that waits for that hangs
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "tests.support.warm_up", __name__])
 
@@ -32,14 +32,14 @@ class Ranks:
         self.world = world
         self._pool = RankPool(world, start_method="forkserver", group_timeout=group_timeout)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANG_GUARD) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = WORK) -> list[Any]:
         """`function(rank, *args)` on every rank: its values. If it fails on any, all tracebacks are shown."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         if any(outcome.failed for outcome in outcomes):
             raise RanksError("\n".join(map(str, outcomes)))
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = HANG_GUARD) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = WORK) -> list[Outcome]:
         """The same, where failures are expected. A rank that does not come back in time is killed."""
         return self._pool.outcomes(_call, function, args, timeout=timeout)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,7 +71,7 @@ def differs(rank: int, world: int, traced: bool, what: str) -> None:
     name = "GPipe" if what == "schedule" and other else "1F1B"
     party = Party(rank, world, traced, name, microbatches=6 if what == "microbatches" and other else 4)
     options = {"scale_grads": not (what == "scale_grads" and other)}
-    party.schedule(timeout=10, **options).step(*party.args, target=party.target)
+    party.schedule(**options).step(*party.args, target=party.target)
 
 
 class Narrow(nn.Module):
@@ -130,7 +132,8 @@ def has_another_seed(rank: int) -> None:
 
 def stays_away(rank: int, world: int, traced: bool, who: int) -> str:
     party = Party(rank, world, traced)
-    schedule = party.schedule(timeout=2)
+    schedule = party.schedule(timeout=4)
+    dist.barrier()  # so that all others come at about the same time
     if rank != who:
         schedule.step(*party.args, target=party.target)
     return "stayed away"
@@ -154,11 +157,22 @@ def ends(rank: int, world: int, traced: bool, who: int) -> None:
     schedule.step(*party.args, target=party.target)
 
 
-def is_too_slow(rank: int, world: int) -> None:
+def is_too_slow(rank: int, world: int, folder: Path) -> None:
+    """Rank 1 does not go on before all others have given up."""
+
+    def wait_for_others() -> None:
+        while len(list(folder.iterdir())) < world - 1:
+            time.sleep(0.05)
+
     party = Party(rank, world, traced=False)
+    schedule = party.schedule()
+    schedule.step(*party.args, target=party.target)
     if inner := party.inner(1):
-        inner.forward_trap = nth(2, lambda: time.sleep(5))
-    party.schedule().step(*party.args, target=party.target)
+        inner.forward_trap = nth(2, wait_for_others)
+    try:
+        schedule.step(*party.args, target=party.target)
+    finally:
+        (folder / str(rank)).touch()
 
 
 def calls(rank: int, world: int, traced: bool, what: str) -> Any:

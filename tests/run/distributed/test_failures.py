@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.run.distributed import failure_cases as cases
+from tests.support.limits import PATIENCE
 from tests.support.ranks import GROUP_TIMEOUT, Outcome, Ranks
 
 pytestmark = pytest.mark.distributed
 
-SLOW = GROUP_TIMEOUT - 5  # what takes as long as this has waited for a timeout
+SHORT = 6.0 * PATIENCE  # seconds that two tests wait for a rank that does not come, and that a good step may take
 
 
 def outcomes(world: int, case: Callable[..., Any], *args: Any, group_timeout: float = GROUP_TIMEOUT) -> list[Outcome]:
-    """What becomes of a case on new ranks."""
+    """What becomes of a case on new ranks. One that waits for the group's timeout does not return in time."""
     with Ranks(world, group_timeout) as ranks:
         return ranks.outcomes(case, *args)
 
@@ -25,7 +27,6 @@ def assert_all_fail(found: list[Outcome], error: str, *texts: str) -> None:
     """The same error on every rank, at once, with all of these texts."""
     for outcome in found:
         assert outcome.error == error, outcome
-        assert outcome.seconds < SLOW, outcome
         for text in texts:
             assert text in outcome.text, f"{text!r} is not in the error of rank {outcome.rank}: {outcome.text}"
 
@@ -122,16 +123,16 @@ def test_a_rank_that_never_comes(who: int) -> None:
     found = outcomes(3, cases.stays_away, 3, False, who)
     assert found[who].value == "stayed away"
     others = [outcome for outcome in found if outcome.rank != who]
-    assert_all_fail(others, "DisagreementError", f"rank {who} did not come to its first step within 2 s")
+    assert_all_fail(others, "DisagreementError", f"rank {who} did not come to its first step within 4 s")
 
 
 def test_a_rank_that_comes_no_more() -> None:
-    _, *others = outcomes(3, cases.stays_away_later, 3, False, 0, group_timeout=2)
+    _, *others = outcomes(3, cases.stays_away_later, 3, False, 0, group_timeout=SHORT)
     assert_all_fail(others, "StepError", "in vain", "did not call step(), eval() or mean_loss() as this rank did")
 
 
-def test_a_rank_that_takes_too_long() -> None:
-    found = outcomes(3, cases.is_too_slow, 3, group_timeout=2)
+def test_a_rank_that_takes_too_long(tmp_path: Path) -> None:
+    found = outcomes(3, cases.is_too_slow, 3, tmp_path, group_timeout=SHORT)
     assert_all_fail(found, "StepError", "waited in vain for rank 1", "busy for longer than the process group's timeout")
 
 
