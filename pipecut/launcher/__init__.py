@@ -5,6 +5,3 @@ calls. rank.py runs in the process of a rank.
 """
 
 from .launch import launch as launch
-from .pool import PATIENCE as PATIENCE
-from .pool import RankPool as RankPool
-from .rank import Outcome as Outcome

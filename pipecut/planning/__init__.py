@@ -1,4 +1,10 @@
-"""Cut, schedule, size of microbatches and recomputation, searched together."""
+"""plan(): search the cut, schedule, size of microbatches and recomputation together; and automatic cuts.
+
+search.py, the file to read first, makes candidates (candidate.py) of all choices (choices.py, microbatches.py) from the
+costs of stages (costs.py, memory.py), ranks them (ranking.py) and returns a TrainingPlan (training_plan.py). measure.py
+measures stages and links; measured_chain.py finds the cuts of pipeline(num_stages=...). group.py is for ranks that plan
+together.
+"""
 
 from .measured_chain import AutomaticCuts as AutomaticCuts
 from .measured_chain import Balancing as Balancing

@@ -1,4 +1,4 @@
-"""One choice, cut and simulated: how long a step takes, and how much memory each rank needs."""
+"""Candidates: a choice, cut and simulated, with the time of a step and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ..schedule import Costs, Link, Plan, Report, simulate
 from ..split import BalancedCut, Machine, StageCost, balanced_cut, evaluate_cuts
 from ..text import format_bytes, format_bytes_rounded_up
 from .choices import Choice, in_flight
-from .costs import Stages, bounds_of, pending_bytes, simulate_tied, split_times, tied_like
+from .costs import StageCosts, bounds_of, pending_bytes, simulate_tied, split_times, tied_like
 from .measure import StageTimes
-from .memory import RankMemory, faster_cut, leanest_cut
+from .memory import RankMemory, faster_cut, least_memory_cut
 
 _ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What comes of a choice. `kept` are the bytes by rank that stay, whatever is in flight."""
+    """A choice with its cut and its simulated step. `constant` are the bytes per rank that do not depend on time."""
 
     choice: Choice
     cut: BalancedCut
     report: Report
-    kept: tuple[float, ...]
+    constant: tuple[float, ...]
     searched: bool = False
-    off: float = 1.0  # how much longer than estimated the stages of others took that were run
+    slowdown: float = 1.0  # ratio of measured to predicted time of candidates that were measured
 
     @property
     def plan(self) -> Plan:
@@ -34,25 +34,25 @@ class Candidate:
 
     @property
     def step_time(self) -> float:
-        """Seconds."""
-        return self.report.makespan * self.off
+        """Return the predicted seconds of a step."""
+        return self.report.makespan * self.slowdown
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """The most that each rank needs, in bytes."""
-        return tuple(kept + flying for kept, flying in zip(self.kept, self.report.peak_memory, strict=True))
+        """Return the peak bytes of each rank."""
+        return tuple(sum(both) for both in zip(self.constant, self.report.peak_memory, strict=True))
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Where it is cut, in words."""
+        """Return the labels of its cuts."""
         return tuple(cut.label for cut in self.cut.plan.cuts)
 
     def with_plan(self, plan: Plan) -> Candidate:
-        """The same cut under another plan."""
+        """Return the same cut under another plan."""
         return replace(self, report=simulate(tied_like(self.plan, plan), self.report.costs), searched=True)
 
     def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
-        """The same with the times that its stages were seen to take."""
+        """Return the same with the measured times of its stages."""
         each = [times[stage] for stage in range(self.plan.stages)]
         costs = replace(
             self.report.costs,
@@ -65,45 +65,45 @@ class Candidate:
 
 
 def make_candidate(
-    choice: Choice, stages: Stages, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
+    choice: Choice, stages: StageCosts, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
 ) -> Candidate:
     """Cut for a choice, and simulate. The stages have the costs of one microbatch of its size.
 
-    What fits is decided by the leanest cut, so that more memory never fits less.
+    The cut of least memory decides if it fits, so that a choice that fits also fits more memory.
     """
-    making = _Making(choice, stages, choice.plan(ranks), speeds)
-    free = making.balanced(None)
+    maker = _CandidateMaker(choice, stages, choice.plan(ranks), speeds)
+    free = maker.balanced(None)
     if limits is None or _fits(free.memory, limits):
         return free
-    leanest = leanest_cut(making.memory, limits, stages.cuts_of(free.cut.plan))
-    needs = making.memory.needs(leanest)
+    least = least_memory_cut(maker.memory, limits, stages.cuts_of(free.cut.plan))
+    needs = maker.memory.needs(least)
     if not _fits(needs, limits):
         raise TooLittleMemoryError(f"needs {_needed(needs, limits)}", needs)
-    found = making.within(limits) or making.cut_at(faster_cut(making.memory, limits, speeds, leanest))
-    return min(found, making.cut_at(leanest), key=lambda each: each.step_time)
+    found = maker.within(limits) or maker.cut_at(faster_cut(maker.memory, limits, speeds, least))
+    return min(found, maker.cut_at(least), key=lambda each: each.step_time)
 
 
-class _Making:
-    """Candidates of one choice."""
+class _CandidateMaker:
+    """Makes the candidates of one choice."""
 
-    def __init__(self, choice: Choice, stages: Stages, plan: Plan, speeds: Sequence[float] | None) -> None:
+    def __init__(self, choice: Choice, stages: StageCosts, plan: Plan, speeds: Sequence[float] | None) -> None:
         self.choice, self.stages, self.plan, self.speeds = choice, stages, plan, speeds
         self.rank_of, self.flying = list(plan.placement.rank_of), in_flight(plan)
         self.memory = RankMemory(plan, stages)
 
     def balanced(self, limits: Sequence[float] | None) -> Candidate:
-        """The cut that is balanced best, under limits of what adds up over blocks."""
+        """Return the balanced cut, under limits of the memory that adds up over blocks."""
         options = {"speeds": self.speeds, "memory_limit": limits, "in_flight": self.flying}
         return self._simulated(balanced_cut(self.stages.chain, self.rank_of, **options))  # type: ignore[arg-type]
 
     def cut_at(self, cuts: Sequence[int]) -> Candidate:
-        """The cut at some blocks."""
+        """Return the cut at some blocks."""
         chain = self.stages.chain
         found = evaluate_cuts(self.stages.blocks, cuts, self.rank_of, speeds=self.speeds, in_flight=self.flying)
         return self._simulated(BalancedCut(chain.plan(cuts), found, chain))
 
     def within(self, limits: Sequence[float]) -> Candidate | None:
-        """A balanced cut that fits with what does not add up, too: one that does not is made again with less memory."""
+        """Return a balanced cut that fits in all, or None. One that does not fit is made again with less memory."""
         room = limits
         for _ in range(_ROUNDS):
             try:
@@ -127,7 +127,7 @@ class _Making:
             self.stages.chain.machine,
         )
         report = simulate_tied(self.plan, costs, self.stages.chain.ties(cuts))
-        return Candidate(self.choice, cut, report, self.memory.kept(cuts))
+        return Candidate(self.choice, cut, report, self.memory.constant(cuts))
 
 
 def _fits(needs: Sequence[float], limits: Sequence[float]) -> bool:
@@ -140,13 +140,13 @@ def _needed(needs: Sequence[float], limits: Sequence[float]) -> str:
 
 
 def _costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
-    """The costs of stages as the simulator takes them: seconds and bytes.
+    """Return the costs of stages as the simulator takes them: seconds and bytes.
 
-    Where gradients are `held`, the first half of a split backward makes those of the weights too; the second half adds
-    them to the sums. Where they are put off, what they will be made of stays in between.
+    If gradients are `held`, the first half of a split backward makes those of the weights too, and the second half
+    adds them to the sums. If they are deferred, their operands stay in memory in between.
     """
     times = [split_times(stage, holds, machine) for stage, holds in zip(stages, held, strict=True)]
-    kept = [pending_bytes(stage, holds) for stage, holds in zip(stages, held, strict=True)]
+    pending = [pending_bytes(stage, holds) for stage, holds in zip(stages, held, strict=True)]
     return Costs(
         forward=[each.forward / speed for each, speed in zip(times, speeds, strict=True)],
         backward_input=[each.backward_input / speed for each, speed in zip(times, speeds, strict=True)],
@@ -154,16 +154,13 @@ def _costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequenc
         transfer=Link(machine.link_latency, machine.link_bandwidth),
         message_bytes={(index, index + 1): stage.sent for index, stage in enumerate(stages[:-1])},
         memory_forward=[stage.saved_bytes for stage in stages],
-        memory_backward_input=[size - stage.saved_bytes for stage, size in zip(stages, kept, strict=True)],
-        memory_backward_weight=[-size for size in kept],
+        memory_backward_input=[size - stage.saved_bytes for stage, size in zip(stages, pending, strict=True)],
+        memory_backward_weight=[-size for size in pending],
     )
 
 
-# MERGED: Why no choice fits the memory: the least that would do, whose it is, and what could help.
-
-
-def nothing_fits(problems: Sequence[PipeError], limits: Sequence[float] | None, remedies: Sequence[str]) -> PipeError:
-    """The error for what was tried; `problems` has one for each choice."""
+def no_fit_error(problems: Sequence[PipeError], limits: Sequence[float] | None, remedies: Sequence[str]) -> PipeError:
+    """Return the error if no choice fits the memory; `problems` has one for each choice."""
     too_little = [error.needs for error in problems if isinstance(error, TooLittleMemoryError)]
     if limits is None or not too_little:
         return problems[0]
@@ -183,8 +180,8 @@ def nothing_fits(problems: Sequence[PipeError], limits: Sequence[float] | None, 
     return PlanError(f"Nothing fits memory=[{given}]: {'; '.join(short)}. {helps}")
 
 
-def remedies_of(choices: Sequence[Choice], may_recompute: bool) -> list[str]:
-    """What was not tried and would need less memory."""
+def memory_remedies(choices: Sequence[Choice], may_recompute: bool) -> list[str]:
+    """Return changes of the request that would need less memory."""
     found = ["more ranks"]
     if min(choice.microbatch for choice in choices) > 1:
         found.append("a smaller microbatch")

@@ -1,7 +1,7 @@
-"""Planning on all ranks of a group: what each finds is known to all, and all get one plan.
+"""Calls on all ranks of a group that plan together: results are shared, and a failure on one rank is raised on all.
 
-A rank that fails must say so before the others wait for it: whatever may fail runs inside of one of these calls.
-Without a group they are plain calls.
+A rank that fails must say so before the others wait for it: all that may fail runs inside one of these calls. Without
+a group they are plain calls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import InputError, PlanError
+from ..run import exchange
 
 Result = TypeVar("Result")
 
 
 def check_member(group: object) -> None:
-    """Refuse what is no group, and a group that this process is not in."""
+    """Raise if `group` is no process group, or one that this process is not in."""
     if group is None:
         return
     if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
@@ -38,13 +39,12 @@ def _is_member(group: Any) -> bool:
         return False
 
 
-def check_alike(group: dist.ProcessGroup | None, facts: Callable[[], dict[str, str]]) -> None:
-    """Refuse ranks that plan different things. The facts are found on all ranks; what fails on one fails on all."""
-    first, *others = found = on_all_ranks(group, facts)
-    mine = first if group is None else found[dist.get_rank(group)]
-    if all(other == first for other in others):
+def check_same_facts(group: dist.ProcessGroup | None, facts: Callable[[], dict[str, str]]) -> None:
+    """Raise if ranks plan different things."""
+    mine = on_each_rank(group, facts)
+    if group is None:
         return
-    for rank, other in enumerate(found):
+    for rank, other in enumerate(exchange(mine, group)):
         for name, value in mine.items():
             if other[name] != value:
                 raise InputError(
@@ -54,13 +54,13 @@ def check_alike(group: dist.ProcessGroup | None, facts: Callable[[], dict[str, s
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> list[Result]:
-    """What a call gives on each rank, on all at the same time. If it fails on one, it fails on all."""
+    """Return the results of a call on every rank, made at the same time. If it fails on one, it fails on all."""
     if group is None:
         return [call()]
     dist.barrier(group)
     result, failure = _attempt(call)
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (result, _told(failure)), group)
+    dist.all_gather_object(found, (result, _failure_text(failure)), group)
     if failure is not None:
         raise failure
     for rank, (_, text) in enumerate(found):
@@ -70,19 +70,19 @@ def on_all_ranks(group: dist.ProcessGroup | None, call: Callable[[], Result]) ->
 
 
 def on_each_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> Result:
-    """What a call gives on this rank: the others get their own, and nothing is sent. If it fails on one, on all."""
+    """Return the result of a call on this rank, made on every rank. If it fails on one, it fails on all."""
     made: list[Result] = []
     on_all_ranks(group, lambda: made.append(call()))
     return made[0]
 
 
 def on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> Result:
-    """What a call gives on the first rank, on all of them."""
+    """Return the result of a call on the first rank, on all of them."""
     if group is None:
         return call()
     first = dist.get_rank(group) == 0
     result, failure = _attempt(call) if first else (None, None)
-    sent: list[Any] = [(result, _told(failure))]
+    sent: list[Any] = [(result, _failure_text(failure))]
     dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
     if failure is not None:
         raise failure
@@ -93,12 +93,12 @@ def on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -
 
 
 def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """The failure is raised by the caller, once the other ranks know of it."""
+    """Return the result or the failure, which the caller raises once the other ranks know of it."""
     try:
         return call(), None
     except Exception as error:
         return None, error
 
 
-def _told(failure: Exception | None) -> str | None:
+def _failure_text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"

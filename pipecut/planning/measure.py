@@ -1,4 +1,4 @@
-"""The link between the ranks of a group, measured: messages to a neighbour and back."""
+"""Measurements: times of stages on example inputs, and the link between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from ..pipe_ir import TracedModel, bind_inputs, flatten
 from ..split import ConcreteCosts, Times
 from ..stage import StageWeights, full_backward, input_backward, weight_backward
 
-# MERGED: A walk through the stages of a model on example inputs: each as a copy, with what arrives at it.
-
 
 def example_values(
     traced: TracedModel,
@@ -32,7 +30,7 @@ def example_values(
     device: torch.device,
     sizes: Mapping[str, int] | None = None,
 ) -> dict[int, Any]:
-    """The inputs by their index in the trace, on a device; with other sizes of symbolic dims their rows repeat."""
+    """Return the inputs by their index in the trace, on a device; for other sizes of dims their rows repeat."""
     weigh = ConcreteCosts(traced, {**traced.hints, **(sizes or {})})
     found = {}
     for index, value in bind_inputs(traced.call, args, kwargs or {}).items():
@@ -58,10 +56,10 @@ def _resized(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value
 
 
-def walk(pipe: Pipe, values: dict[int, Any], device: torch.device) -> Iterator[tuple[int, nn.Module, list[Any]]]:
-    """The number of each stage, a copy of it, and its inputs; whoever gets it may run it, and keep it."""
+def run_stages(pipe: Pipe, values: dict[int, Any], device: torch.device) -> Iterator[tuple[int, nn.Module, list[Any]]]:
+    """Yield the number of each stage, a copy of it, and its inputs; the caller may run the copy, and keep it."""
     for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
-        # A copy: its gradients and running statistics are its own, and it is gone before the next one is made.
+        # A copy has gradients and running statistics of its own, and is freed before the next one is made.
         module = copy.deepcopy(stage).to(device)
         inputs = [values[index] for index in info.inputs]
         yield info.index, module, inputs
@@ -83,29 +81,27 @@ def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) 
             values[index] = values[index].detach().requires_grad_()
 
 
-# MERGED: The times of one stage module: forward, the gradients of its inputs, those of its weights, or both in one
-# MERGED: go.
-
+# ------------------------------------------------------------------------------- times of the stages of a pipe
 
 _PASSES = 3
-_LEAST_RUNS, _MOST_RUNS = 3, 20
+_MIN_RUNS, _MAX_RUNS = 3, 20
 _ENOUGH_SECONDS = 0.07
 
-Run = tuple[float, float, float]  # seconds of a forward, of the gradients of the inputs, and of those of the weights
+Run = tuple[float, float, float]  # seconds of a forward, of the gradients of inputs, and of those of weights
 
 
 def measure_stages(
     pipe: Pipe, values: Mapping[int, Any], device: torch.device, key: Callable[[int], Hashable] = int
 ) -> list[Times]:
-    """The times of every stage of a pipe: medians, as a step has its share of slow runs too.
+    """Return the times of every stage of a pipe: medians, as a step has its share of slow runs too.
 
-    The stages take turns in some passes, for a machine is faster at one time than at another. Those with the same key
-    are taken to be the same.
+    The stages take turns in some passes, for a machine is faster at one time than at another. Stages with the same key
+    count as equal.
     """
     runs: dict[Hashable, list[Run]] = {}
     for _ in range(_PASSES):
         done = set()
-        for index, module, inputs in walk(pipe, dict(values), device):
+        for index, module, inputs in run_stages(pipe, dict(values), device):
             if key(index) not in done:
                 done.add(key(index))
                 runs.setdefault(key(index), []).extend(_some_runs(module, inputs))
@@ -114,18 +110,18 @@ def measure_stages(
 
 
 def _some_runs(module: nn.Module, inputs: Sequence[Any]) -> list[Run]:
-    """Run a module some times on its inputs. Gradients are left in its parameters."""
+    """Run a module several times on its inputs. Gradients stay in its parameters."""
     weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
     _split_run(module, inputs, weights)
     runs: list[Run] = []
     begin = time.perf_counter()
-    while len(runs) < _LEAST_RUNS or (len(runs) < _MOST_RUNS and time.perf_counter() - begin < _ENOUGH_SECONDS):
+    while len(runs) < _MIN_RUNS or (len(runs) < _MAX_RUNS and time.perf_counter() - begin < _ENOUGH_SECONDS):
         runs += _split_run(module, inputs, weights)
     return runs
 
 
 def _split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, at_once: int = 1) -> list[Run]:
-    """Some forwards, and then their backwards in halves."""
+    """Run some forwards, and then their backwards in halves."""
     found = []
     for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
         first, (_, pending) = _timed(input_backward, outputs, _ones(outputs), leaves, weights)
@@ -135,7 +131,7 @@ def _split_run(module: nn.Module, inputs: Sequence[Any], weights: StageWeights, 
 
 
 def _full_run(module: nn.Module, inputs: Sequence[Any], at_once: int = 1) -> list[Run]:
-    """Some forwards, and then their backwards; those of the weights are among those of the inputs."""
+    """Run some forwards, and then their full backwards, whose seconds count as those of the inputs."""
     found = []
     for forward, leaves, outputs in [_forward(module, inputs) for _ in range(at_once)]:
         backward, _ = _timed(full_backward, outputs, _ones(outputs), leaves)
@@ -157,7 +153,7 @@ def _ones(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _leaf(value: Any) -> Any:
-    """A value as it arrives from another stage: nothing of its past is known."""
+    """Return a value as it arrives from another stage: without a graph."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -170,52 +166,16 @@ def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 
 
 def _wait_for_device() -> None:
-    """What was started on an accelerator is done only when it says so."""
+    """Wait for the accelerator, whose operations are asynchronous."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-_SMALL, _LARGE = 8, 2**20  # bytes
-_ROUNDS = 12
+# ------------------------------------------------------------- times of stages with several microbatches in flight
 
-
-def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float] | None:
-    """Seconds of latency and bytes in a second, to the neighbour of this rank; None for one that has no neighbour.
-
-    All ranks of the group have to call it.
-    """
-    rank = dist.get_rank(group)
-    other = rank ^ 1
-    if other >= dist.get_world_size(group):
-        return None
-    there = dist.get_global_rank(group, other)
-    small = _seconds(_SMALL, rank < other, there, group, device)
-    large = _seconds(_LARGE, rank < other, there, group, device)
-    # What disturbs the large message least is still more than what a byte takes.
-    return small, (_LARGE - _SMALL) / max(large - small, _LARGE * 1e-12)
-
-
-def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Half of what a message takes to go there and come back."""
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    ways = (dist.send, dist.recv) if begins else (dist.recv, dist.send)
-    times = []
-    for _ in range(_ROUNDS):
-        _wait_for_device()
-        begin = time.perf_counter()
-        for way in ways:
-            way(message, other, group)
-        _wait_for_device()
-        times.append((time.perf_counter() - begin) / 2)
-    return statistics.median(times[2:])
-
-
-# MERGED: The stages of a cut, run some times as they will run: what each computation takes.
-
-
-_SECONDS = 0.6  # for all stages of a rank
-_LEAST_REHEARSALS = 5
-_MOST_AT_ONCE = 4
+_BENCHMARK_SECONDS = 0.6  # for all stages of a rank
+_MIN_BENCHMARK_RUNS = 5
+_MAX_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -227,8 +187,8 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What is to run: a pipe, at some sizes of its symbolic dims, with activations computed again or not."""
+class StageBenchmark:
+    """Benchmark of the stages of a pipe, at some sizes of its symbolic dims, with recomputation or without."""
 
     pipe: Pipe
     args: tuple[Any, ...]
@@ -237,27 +197,33 @@ class Rehearsal:
     recompute: bool
 
     def prepare(self, stages: Collection[int], in_flight: Sequence[float]) -> Callable[[], dict[int, StageTimes]]:
-        """Get copies of some stages ready, with what arrives at them; the result measures them."""
+        """Copy some stages, with the values that they receive; return a function that measures them."""
         device = self.pipe.traced.device
         values = example_values(self.pipe.traced, self.args, self.kwargs, device, self.sizes)
         ready: dict[int, Callable[[float], StageTimes]] = {}
-        with torch.random.fork_rng(), _failures_told():
-            for index, module, inputs in walk(self.pipe, values, device):
+        with torch.random.fork_rng(), _stage_failures():
+            for index, module, inputs in run_stages(self.pipe, values, device):
                 if index in stages:
                     if self.recompute:
-                        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-                    at_once = max(1, min(_MOST_AT_ONCE, int(in_flight[index])))
+                        checkpoint_forward(module)
+                    at_once = max(1, min(_MAX_IN_FLIGHT, int(in_flight[index])))
                     ready[index] = functools.partial(_measure, module, list(inputs), at_once)
 
         def measure() -> dict[int, StageTimes]:
-            with torch.random.fork_rng(), torch.enable_grad(), _failures_told():
-                return {index: run(_SECONDS / len(ready)) for index, run in ready.items()}
+            with torch.random.fork_rng(), torch.enable_grad(), _stage_failures():
+                return {index: run(_BENCHMARK_SECONDS / len(ready)) for index, run in ready.items()}
 
         return measure
 
 
+def checkpoint_forward(module: nn.Module) -> None:
+    """Recompute the activations of a module in its backward; its names stay as they are."""
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
 @contextlib.contextmanager
-def _failures_told() -> Iterator[None]:
+def _stage_failures() -> Iterator[None]:
+    """Raise errors of stages as StageRunError."""
     try:
         yield
     except Exception as error:
@@ -265,11 +231,11 @@ def _failures_told() -> Iterator[None]:
 
 
 def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: float) -> StageTimes:
-    """The mean of each computation, as a step has its share of slow ones; full and split backwards take turns."""
+    """Return the mean time of each computation, as a step has slow ones too; full and split backwards take turns."""
     weights = StageWeights(parameter for parameter in module.parameters() if parameter.requires_grad)
     runs: tuple[list[Run], list[Run]] = ([], [])
     begin = time.perf_counter()
-    while len(runs[1]) < _LEAST_REHEARSALS + 1 or time.perf_counter() - begin < seconds:
+    while len(runs[1]) < _MIN_BENCHMARK_RUNS + 1 or time.perf_counter() - begin < seconds:
         runs[0].extend(_full_run(module, inputs, at_once))
         runs[1].extend(_split_run(module, inputs, weights, at_once))
     full, split = runs[0][1:], runs[1][1:]  # the first ones warm up
@@ -279,3 +245,40 @@ def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: fl
         statistics.fmean(run[2] for run in split),
     )
     return StageTimes(times, statistics.fmean(run[1] for run in full))
+
+
+# ---------------------------------------------------------------------------- the link between ranks
+
+_SMALL, _LARGE = 8, 2**20  # bytes
+_ROUND_TRIPS = 12
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float] | None:
+    """Return the latency in seconds and the bytes per second to the neighbour of this rank; None if it has none.
+
+    All ranks of the group have to call it.
+    """
+    rank = dist.get_rank(group)
+    other = rank ^ 1
+    if other >= dist.get_world_size(group):
+        return None
+    there = dist.get_global_rank(group, other)
+    small = _seconds(_SMALL, rank < other, there, group, device)
+    large = _seconds(_LARGE, rank < other, there, group, device)
+    # A disturbed measurement must not give a negative or endless bandwidth.
+    return small, (_LARGE - _SMALL) / max(large - small, _LARGE * 1e-12)
+
+
+def _seconds(size: int, begins: bool, other: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return half of the time that a message takes to go there and come back."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    ways = (dist.send, dist.recv) if begins else (dist.recv, dist.send)
+    times = []
+    for _ in range(_ROUND_TRIPS):
+        _wait_for_device()
+        begin = time.perf_counter()
+        for way in ways:
+            way(message, other, group)
+        _wait_for_device()
+        times.append((time.perf_counter() - begin) / 2)
+    return statistics.median(times[2:])

@@ -1,4 +1,7 @@
-"""A chain whose times are measured: each block runs as a stage of its own, equal ones once."""
+"""Cuts that pipeline(num_stages=...) finds: a chain of blocks with analytic or measured times, balanced.
+
+To measure a chain, each block runs as a stage of its own; equal blocks run once.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ def measured_chain(
     stages: int = 1,
     device: torch.device | str | None = None,
 ) -> Chain:
-    """The chain with the times that its blocks take on a device, that of the model if left out.
+    """Return the chain with the times that its blocks take on a device, by default that of the model.
 
-    Copies of the blocks run on the example; the model is not changed, and no random numbers are used up. Blocks of the
+    Copies of the blocks run on the example; the model and the state of the random numbers do not change. Blocks of the
     same operations and shapes are measured once. The model needs values: one on the meta device cannot be run.
 
     >>> from torch import nn
@@ -73,7 +76,7 @@ def _check_has_values(chain: Chain) -> None:
 
 
 def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
-    """The chain at the outermost depth whose blocks are small enough, each block a stage."""
+    """Return the chain at the outermost depth whose blocks are small enough, and a pipe with a stage per block."""
     goal = sum(each.total for each in chain.times) / (_BLOCKS_PER_STAGE * stages)
     depths = sorted({place.depth for place in chain.places}) or [0]
     fine = next((depth for depth in depths if max(each.total for each in chain.up_to(depth).times) <= goal), depths[-1])
@@ -88,7 +91,7 @@ def _cut_into_blocks(chain: Chain, stages: int) -> tuple[Chain, Pipe]:
 
 
 def _without_small_blocks(chain: Chain, least: float) -> Chain:
-    """The chain without places that leave little between them."""
+    """Return the chain without places that leave little between them."""
     kept: list[int] = []
     waiting, left = 0.0, sum(each.total for each in chain.times)
     for place, times in enumerate(chain.times[:-1]):
@@ -101,7 +104,7 @@ def _without_small_blocks(chain: Chain, least: float) -> Chain:
 
 
 def _signature(chain: Chain, block: int) -> Any:
-    """What two blocks have in common that take the same time: operations, shapes, and what gets a gradient."""
+    """Return a key that is equal for blocks that take the same time: operations, shapes, and gradients."""
     operations = chain.traced.operations
 
     def plain(value: Any) -> Any:
@@ -115,8 +118,8 @@ def _signature(chain: Chain, block: int) -> Any:
 
 
 def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Times]:
-    """The time of each outer block among the blocks inside it, in proportion to their analytic times."""
-    bounds = bounds_of(chain, [place.cut.tick for place in outer.places])
+    """Divide the time of each outer block among the blocks inside it, in proportion to their analytic times."""
+    bounds = _block_bounds(chain, [place.cut.tick for place in outer.places])
     found: list[Times] = []
     for (begin, end), whole in zip(itertools.pairwise(bounds), measured, strict=True):
         inside = chain.times[begin:end]
@@ -128,8 +131,8 @@ def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Time
     return found
 
 
-def bounds_of(chain: Chain, ticks: Sequence[int]) -> list[int]:
-    """The blocks at which the parts of a cut begin, with the end of the last part."""
+def _block_bounds(chain: Chain, ticks: Sequence[int]) -> list[int]:
+    """Return the blocks at which the parts of a cut begin, with the end of the last part."""
     own = [place.cut.tick for place in chain.places]
     return [0, *(own.index(tick) + 1 for tick in ticks), len(chain.times)]
 
@@ -151,7 +154,7 @@ def _backward_weight(times: Times) -> float:
 
 
 def _shares(times: Sequence[Times], part: Callable[[Times], float]) -> list[float]:
-    """The share of each in a part; where the analytic costs know of none, that in the forward."""
+    """Return the share of each block in a part; if the analytic times have none, its share in the forward."""
     values = [part(each) for each in times]
     if sum(values) == 0:
         values = [each.forward for each in times]
@@ -159,8 +162,7 @@ def _shares(times: Sequence[Times], part: Callable[[Times], float]) -> list[floa
     return [value / total for value in values] if total else [1 / len(values)] * len(values)
 
 
-# MERGED: A measured cut made better: its stages are run, and what they took corrects the times of their blocks.
-
+# ------------------------------------------------------------------------------------------- refined cuts
 
 _ROUNDS = 4
 _CLOSE = 1.03  # a longest stage this near to the mean is not worth another round
@@ -174,10 +176,10 @@ def refined_cut(
     *,
     speeds: Sequence[float] | None = None,
 ) -> BalancedCut:
-    """The best of some cuts whose stages were run.
+    """Return the best of several cuts whose stages were measured.
 
-    The parts of a stage take another time together than one by one. The times of its blocks are scaled to what the
-    stage took, and the chain is cut anew, until the cut stays the same.
+    The blocks of a stage take another time together than one by one. Their times are scaled to the measured time of
+    the stage, and the chain is cut again, until the cut stays the same.
     """
     device = chain.traced.device
     values = example_values(chain.traced, args, kwargs, device)
@@ -197,31 +199,30 @@ def refined_cut(
 
 
 def _corrected(chain: Chain, ticks: Sequence[int], seen: Sequence[Times]) -> Chain:
-    """The chain with times that add up to what was seen of the stages."""
+    """Return the chain with times that add up to the measured times of the stages."""
     times: list[Times] = []
-    for (begin, end), stage in zip(itertools.pairwise(bounds_of(chain, ticks)), seen, strict=True):
+    for (begin, end), stage in zip(itertools.pairwise(_block_bounds(chain, ticks)), seen, strict=True):
         inside = chain.times[begin:end]
         factor = stage.total / (sum(each.total for each in inside) or stage.total or 1.0)
         times += [each.scaled(factor, factor, factor) for each in inside]
     return chain.with_times(times)
 
 
-# MERGED: What pipeline(num_stages=...) does: a chain with analytic or measured times, balanced.
-
+# ------------------------------------------------------------------------------------------- automatic cuts
 
 CostName = Literal["analytic", "measured"]
 
 
 @dataclass(frozen=True)
 class Balancing:
-    """How stages are to be balanced."""
+    """Options for balancing stages."""
 
     cost: CostName = "analytic"
     speeds: Sequence[float] | None = None
     memory_limit: Memory = None
 
     def check(self, num_stages: int | None) -> None:
-        """Refuse what cannot be meant, before anything is traced."""
+        """Raise SplitError for options that contradict each other, before anything is traced."""
         if self.cost not in ("analytic", "measured"):
             raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
         cost = None if self.cost == "analytic" else self.cost
@@ -233,7 +234,7 @@ class Balancing:
             self.limits(num_stages)
 
     def limits(self, num_stages: int) -> list[float] | None:
-        """The bytes of each rank."""
+        """Return the bytes of each rank."""
         return parse_memory(self.memory_limit, num_stages, "memory_limit")
 
 
@@ -248,7 +249,7 @@ class AutomaticCuts:
         self._found: SplitPlan | None = None
 
     def plan(self, traced: TracedModel) -> SplitPlan:
-        """Where to cut a trace."""
+        """Return the cuts of a trace."""
         again = same_cuts(traced, self._found) if self._found is not None else None
         if again is not None:
             return again

@@ -1,4 +1,4 @@
-"""The most memory that each rank needs under a schedule, for any cut: what the simulator finds, without running it."""
+"""Peak memory of each rank under a schedule, for any cut, as the simulator would find it; and cuts that fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from ..schedule import Op, Plan
 from ..split import Array, ChunkedCuts, Ranks, least_memory_cuts
 from .choices import in_flight
-from .costs import Stages, bounds_of
+from .costs import StageCosts, bounds_of
 
-# How a computation changes the microbatches that a stage has in flight, and those between the halves of a backward.
+# Changes by a computation of a stage's microbatches in flight, and of those between the halves of a backward.
 _CHANGES = {
     Op.FORWARD: (1, 0),
     Op.BACKWARD_INPUT: (-1, 1),
@@ -21,34 +21,36 @@ _CHANGES = {
 
 
 class RankMemory:
-    """Knows how many microbatches the stages of each rank hold at any moment of a schedule."""
+    """Memory of each rank, from the microbatches that its stages hold at any moment of a schedule."""
 
-    def __init__(self, plan: Plan, stages: Stages) -> None:
+    def __init__(self, plan: Plan, stages: StageCosts) -> None:
         self.plan, self.stages = plan, stages
         self._moments = [_moments(plan, rank) for rank in range(plan.ranks)]
 
-    def kept(self, cuts: Sequence[int]) -> tuple[float, ...]:
-        """The bytes of each rank that do not depend on how many microbatches are in flight."""
+    def constant(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        """Return the bytes of each rank that do not depend on the microbatches in flight."""
         each = [self.stages.memory(*bound) for bound in bounds_of(cuts, self.stages.blocks.count)]
         return tuple(
-            sum(each[stage].kept for stage in held) + max(each[stage].passing for stage in held)
+            sum(each[stage].constant for stage in held) + max(each[stage].transient for stage in held)
             for held in self.plan.placement.stages_of
         )
 
     def needs(self, cuts: Sequence[int]) -> tuple[float, ...]:
-        """The bytes that each rank needs at the most."""
+        """Return the peak bytes of each rank."""
         bounds = bounds_of(cuts, self.stages.blocks.count)
         found = []
-        for kept, moments, held in zip(self.kept(cuts), self._moments, self.plan.placement.stages_of, strict=True):
+        for constant, moments, held in zip(
+            self.constant(cuts), self._moments, self.plan.placement.stages_of, strict=True
+        ):
             sizes = [self.stages.memory(*bounds[stage]).saved for stage in held]
             if moments.shape[1] > len(held):
                 sizes += [self.stages.pending(*bounds[stage]) for stage in held]
-            found.append(kept + float((moments @ np.array(sizes)).max()))
+            found.append(constant + float((moments @ np.array(sizes)).max()))
         return tuple(found)
 
 
 def _moments(plan: Plan, rank: int) -> Array:
-    """How many microbatches each stage of a rank has in flight, and how many pending if any are, by moment.
+    """Return the microbatches in flight in each stage of a rank, and the pending ones if there are any, by moment.
 
     A forward adds at its start, a backward frees at its end; the parts of an overlap start together.
     """
@@ -57,7 +59,7 @@ def _moments(plan: Plan, rank: int) -> Array:
     now, seen = [0] * (2 * len(held)), set()
     for action in plan.actions[rank]:
         leaves = [leaf for leaf in (() if action is None else action.leaves) if leaf.op in _CHANGES]
-        for leaf in sorted(leaves, key=lambda leaf: _CHANGES[leaf.op], reverse=True):  # what is freed is so at the end
+        for leaf in sorted(leaves, key=lambda leaf: _CHANGES[leaf.op], reverse=True):  # freed at the end
             flying, pending = _CHANGES[leaf.op]
             now[column[leaf.stage]] += flying
             now[column[leaf.stage] + len(held)] += pending
@@ -67,23 +69,20 @@ def _moments(plan: Plan, rank: int) -> Array:
     return moments if moments[:, len(held) :].any() else moments[:, : len(held)]
 
 
-# MERGED: Cuts by what ranks really need: the leanest one, and faster ones that still fit.
-# MERGED:
-# MERGED: The balance knows what adds up over blocks. Gradients that an operation's backward makes, activations
-# MERGED: that are computed
-# MERGED: again and weight gradients that are put off follow from the whole stage: from the cuts of the balance,
-# MERGED: one cut or some
-# MERGED: neighbours are moved at a time, as long as that makes it better.
-
+# ---------------------------------------------------------------------------------- cuts by the memory of ranks
+#
+# The balance knows costs that add up over blocks. Gradients that an operation's backward makes, recomputed activations
+# and deferred weight gradients depend on the whole stage. So from the cuts of the balance, one cut or some neighbours
+# are moved at a time, as long as that makes it better.
 
 _Quality = list[float]
-_MOST_MOVES = 1000
+_MAX_MOVES = 1000
 
 
-def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int]) -> list[int]:
-    """The cut whose ranks use the least part of their limits; only the proportions of the limits matter.
+def least_memory_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int]) -> list[int]:
+    """Return the cut whose ranks use the least part of their limits; only the proportions of the limits matter.
 
-    So whatever fits some memory fits any more than that. `start` is a cut to begin with, beside the balance's.
+    So a choice that fits some memory fits any larger one. `start` is a cut to begin with, beside the balance's.
     """
     rank_of, flying = list(memory.plan.placement.rank_of), in_flight(memory.plan)
     by_balance = least_memory_cuts(memory.stages.blocks, Ranks.of(rank_of, None, limits, flying)).cuts
@@ -92,27 +91,27 @@ def leanest_cut(memory: RankMemory, limits: Sequence[float], start: Sequence[int
         return sorted((need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True)), reverse=True)
 
     count = memory.stages.blocks.count
-    return min((_climbed(each, count, shares) for each in (by_balance, start)), key=shares)
+    return min((_hill_climb(each, count, shares) for each in (by_balance, start)), key=shares)
 
 
 def faster_cut(
     memory: RankMemory, limits: Sequence[float], speeds: Sequence[float] | None, start: Sequence[int]
 ) -> list[int]:
-    """A cut that fits with shorter loads, from one that fits."""
+    """Return a cut with shorter loads that fits, from one that fits."""
     chunked = ChunkedCuts(memory.stages.blocks, Ranks.of(list(memory.plan.placement.rank_of), speeds))
 
     def loads(cuts: Sequence[int]) -> _Quality:
         over = max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
         return [max(1.0, over), *sorted(chunked.loads(list(cuts)), reverse=True)]
 
-    return _climbed(start, memory.stages.blocks.count, loads)
+    return _hill_climb(start, memory.stages.blocks.count, loads)
 
 
-def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]], _Quality]) -> list[int]:
-    """Make moves that make it better, until there is none or so many were tried."""
+def _hill_climb(start: Sequence[int], count: int, quality: Callable[[Sequence[int]], _Quality]) -> list[int]:
+    """Make moves that improve the quality, until there is none or _MAX_MOVES were tried."""
     best, least, tried = list(start), quality(start), 0
     improved = True
-    while improved and tried < _MOST_MOVES:
+    while improved and tried < _MAX_MOVES:
         improved = False
         for moved in _moves(best, count):
             tried += 1
@@ -124,7 +123,7 @@ def _climbed(start: Sequence[int], count: int, quality: Callable[[Sequence[int]]
 
 
 def _is_less(one: _Quality, other: _Quality) -> bool:
-    """By the first that differs by more than rounding."""
+    """Compare by the first number that differs by more than rounding."""
     for left, right in zip(one, other, strict=True):
         if abs(left - right) > 1e-9 * max(abs(left), abs(right)):
             return left < right
@@ -132,7 +131,7 @@ def _is_less(one: _Quality, other: _Quality) -> bool:
 
 
 def _moves(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
-    """A cut, or some neighbours together, moved by 1, 2, 4... blocks."""
+    """Yield cuts of which one, or some neighbours together, are moved by 1, 2, 4... blocks."""
     for length in range(len(cuts)):
         for first in range(len(cuts) - length):
             last = first + length
@@ -143,7 +142,7 @@ def _moves(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
 
 
 def _steps(low: int, high: int) -> Iterator[int]:
-    """Powers of two of both signs, within bounds.
+    """Yield powers of two of both signs, within bounds.
 
     >>> list(_steps(-3, 4))
     [-1, 1, -2, 2, 4]

@@ -1,4 +1,4 @@
-"""Training plans as JSON: versioned, readable, and without anything that runs."""
+"""Training plans as JSON files: versioned, readable, and without code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch import Tensor
 from ..errors import InputError, PipeError
 from ..pipe_ir import read_example
 from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
-from .choices import Choice, largest_microbatch
-from .training_plan import Alternative, Source, TrainingPlan, fingerprint
+from .choices import Choice
+from .microbatches import Source, largest_microbatch
+from .training_plan import Alternative, TrainingPlan, fingerprint
 
 _FORMAT, _VERSION = "pipecut training plan", 2
-TIMES = ("forward", "backward_input", "backward_weight")
-_BY_STAGE = (*TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
+_TIMES = ("forward", "backward_input", "backward_weight")
+_BY_STAGE = (*_TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
 
 
 def write_plan(plan: TrainingPlan, path: Path) -> None:
-    """Write a plan."""
+    """Write a plan to a file."""
     costs, scheduled = plan.report.costs, plan.schedule_plan
     assert plan.source is not None  # by construction: plan() and load() both know the model
     assert isinstance(costs.transfer, Link)
@@ -60,7 +61,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
 
 
 def read_plan(path: Path, source: Source) -> TrainingPlan:
-    """Read a plan, and check that it is one, and one for this model."""
+    """Read a plan from a file, and check that it is one for this model."""
     content = _checked(path)
     try:
         plan = _plan_of(content, source)
@@ -85,13 +86,14 @@ def read_plan(path: Path, source: Source) -> TrainingPlan:
 
 
 def _shapes(source: Source) -> dict[str, list[int | None]]:
-    """The shapes of the example's tensors, by the name of the argument; the samples may be any number."""
+    """Return the shapes of the example's tensors by the name of the argument, with None for the samples."""
     example = read_example(*source)
     return {path: [None, *leaf.shape[1:]][: leaf.dim()] for path, _, leaf in example.named if isinstance(leaf, Tensor)}
 
 
 def _shape_text(shape: Sequence[int | None] | None) -> str:
-    """
+    """Return the text of a shape.
+
     >>> _shape_text([None, 3, 8]), _shape_text(None)
     ('a tensor of shape (any, 3, 8)', 'no tensor')
     """
@@ -148,8 +150,8 @@ def _alternative(choice: dict[str, Any], memory: list[float] | None, **others: A
 
 
 @dataclass(frozen=True)
-class Check:
-    """What an entry of a file must be, in words and as a test of the entry with the plan of its schedule."""
+class _Check:
+    """Requirement for an entry of a file, in words and as a test of the entry with the plan of its schedule."""
 
     what: str
     holds: Callable[[Any, Plan], bool]
@@ -188,14 +190,14 @@ def _are_shapes(value: Any, plan: Plan) -> bool:
 
 
 _CHECKS = {
-    "inputs": Check("the shapes of the example by the names of arguments, with null for the samples", _are_shapes),
-    "batch": Check("a number of samples", _is_count),
-    "microbatch": Check("a number of samples", _is_count),
-    "recompute": Check("true or false", lambda value, plan: isinstance(value, bool)),
-    "cuts": Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
-    "memory": Check("a list with the bytes of each rank", _are_sizes),
-    "balance": Check("a text", lambda value, plan: isinstance(value, str)),
-    "alternatives": Check("a list of what else was tried", _are_alternatives),
+    "inputs": _Check("the shapes of the example by the names of arguments, with null for the samples", _are_shapes),
+    "batch": _Check("a number of samples", _is_count),
+    "microbatch": _Check("a number of samples", _is_count),
+    "recompute": _Check("true or false", lambda value, plan: isinstance(value, bool)),
+    "cuts": _Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
+    "memory": _Check("a list with the bytes of each rank", _are_sizes),
+    "balance": _Check("a text", lambda value, plan: isinstance(value, str)),
+    "alternatives": _Check("a list of what else was tried", _are_alternatives),
 }
 
 

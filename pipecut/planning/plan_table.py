@@ -1,4 +1,4 @@
-"""A training plan as text: what was chosen, its stages, and what else was tried."""
+"""Table of a training plan: the choice, its stages, and the alternatives."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MOST_ROWS = 20
 
 
 def plan_table(plan: TrainingPlan) -> str:
-    """The text of a plan."""
+    """Return the text of a plan."""
     out = io.StringIO()
     console = Console(file=out, width=120, markup=False)
     scheduled = plan.schedule_plan
     again = ", activations computed again" if plan.recompute else ""
     console.print(
         f"{plan.model_name} on {plan.ranks} ranks: {scheduled.name}, {plan.microbatches} microbatches of "
-        f"{plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms a step, bubble "
+        f"{plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms per step, bubble "
         f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}",
         highlight=False,
         soft_wrap=True,
@@ -44,7 +44,7 @@ def plan_table(plan: TrainingPlan) -> str:
 
 
 def _bound(plan: TrainingPlan) -> str:
-    """How far the schedule may be from the best one for this cut and placement."""
+    """Return how far the schedule may be from the best one for this cut and placement, in words."""
     scheduled = plan.schedule_plan
     bound = lower_bound(
         problem_for(scheduled.placement, scheduled.microbatches, plan.report.costs, [float("inf")] * scheduled.ranks),

@@ -1,4 +1,4 @@
-"""TrainingPlan: what was chosen, what it is foretold to take, and why the others lost; saved, loaded, built."""
+"""TrainingPlan: the chosen cut, schedule and microbatches, with the predicted step and the alternatives."""
 
 from __future__ import annotations
 
@@ -17,40 +17,17 @@ from ..pipe import Pipe, check_is_uncut_model
 from ..pipe_ir import ModelTracer, TracedModel
 from ..run import PlannedSchedule
 from ..schedule import Plan, Report, drop_reduce_ties
-from ..split import SplitPlan, chain_of, cut_model
+from ..split import SplitPlan, chain_of, changed_state, cut_model
 from .candidate import Candidate
 from .choices import Choice
-from .costs import check_runs_twice, checkpoint_stage
+from .measure import checkpoint_forward
+from .microbatches import Source
 from .plan_table import plan_table
-
-# MERGED: A model cut where a plan says, by the words for its cuts.
-
-
-def _cut_at_labels(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, labels: Sequence[str]
-) -> Pipe:
-    """Trace the model and cut it at these places."""
-
-    def find_cuts(traced: TracedModel) -> SplitPlan:
-        places = {place.cut.label: place.cut for place in chain_of(traced).places}
-        missing = [label for label in labels if label not in places]
-        if missing:
-            raise SplitError(
-                f"{missing[0]}, which the plan asks for, is no place where this model can be cut: make the plan again "
-                "with pipecut.plan()"
-            )
-        return SplitPlan(tuple(places[label] for label in labels))
-
-    check_is_uncut_model(model)
-    return cut_model(ModelTracer("auto", model, args, kwargs), find_cuts, Pipe)
-
-
-Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Something else that was tried, and why it lost."""
+    """A choice that was tried and not taken, with the reason."""
 
     choice: Choice
     step_time: float | None
@@ -60,14 +37,14 @@ class Alternative:
 
     @classmethod
     def of(cls, candidate: Candidate, reason: str) -> Alternative:
-        """A candidate that was not chosen."""
+        """Return the alternative for a candidate that was not chosen."""
         bubble = candidate.report.bubble_rate_makespan
         return cls(candidate.choice, candidate.step_time, bubble, candidate.memory, reason)
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How to train a model on ranks. `report` is the simulated step, in seconds and bytes; `memory` the bytes of ranks.
+    """Plan for training a model. `report` is the simulated step, in seconds and bytes; `memory` the bytes per rank.
 
     `microbatch` is the number of samples in the largest of the microbatches; the others may have one less.
     `balance` says how even the cut is.
@@ -88,7 +65,7 @@ class TrainingPlan:
 
     @property
     def schedule_plan(self) -> Plan:
-        """When things run."""
+        """Return the plan of the schedule."""
         return self.report.plan
 
     @property
@@ -101,11 +78,11 @@ class TrainingPlan:
 
     @property
     def step_time(self) -> float:
-        """The predicted seconds of a step."""
+        """Return the predicted seconds of a step."""
         return self.report.makespan
 
     def pipe(self, model: nn.Module | None = None) -> Pipe:
-        """The model, cut as planned."""
+        """Return the model, cut as planned."""
         given, args, kwargs = self._source(model)
         return _cut_at_labels(given, args, kwargs, self.cuts)
 
@@ -119,7 +96,7 @@ class TrainingPlan:
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> PlannedSchedule:
-        """The schedule of a rank with its stages; without a rank, that of all ranks in this process.
+        """Return the schedule of a rank with its stages; without a rank, that of all ranks in this process.
 
         `options` go to the schedule.
         """
@@ -129,9 +106,9 @@ class TrainingPlan:
         held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
         stages = [pipe.build_stage(index, device, group) for index in held]
         if self.recompute:
-            check_runs_twice(pipe.traced)
+            _check_runs_twice(pipe.traced)
             for stage in stages:
-                checkpoint_stage(stage)
+                checkpoint_forward(stage.submod)
         return PlannedSchedule(stages, drop_reduce_ties(self.schedule_plan), loss_fn, **options)
 
     def save(self, path: str | Path) -> None:
@@ -165,6 +142,36 @@ class TrainingPlan:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells one architecture from another: names, shapes and dtypes of all parameters."""
+    """Return a digest of an architecture: names, shapes and dtypes of all parameters. Files of plans hold it."""
     facts = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in model.named_parameters()]
     return hashlib.sha256("\n".join([type(model).__name__, *facts]).encode()).hexdigest()[:16]
+
+
+def _check_runs_twice(traced: TracedModel) -> None:
+    """Raise if the model's forward changes its state: it may have been planned in another mode."""
+    changed = sorted(changed_state(traced))
+    if changed:
+        raise InputError(
+            f"this plan computes activations again, and the forward of the model, in its mode of now, changes "
+            f"{changed[0]!r}: it would be changed twice; put the model in evaluation mode, or make the plan again "
+            "with the model in the mode in which it trains"
+        )
+
+
+def _cut_at_labels(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, labels: Sequence[str]
+) -> Pipe:
+    """Trace the model, and cut it at the places with these labels."""
+
+    def find_cuts(traced: TracedModel) -> SplitPlan:
+        places = {place.cut.label: place.cut for place in chain_of(traced).places}
+        missing = [label for label in labels if label not in places]
+        if missing:
+            raise SplitError(
+                f"{missing[0]}, which the plan asks for, is no place where this model can be cut: make the plan again "
+                "with pipecut.plan()"
+            )
+        return SplitPlan(tuple(places[label] for label in labels))
+
+    check_is_uncut_model(model)
+    return cut_model(ModelTracer("auto", model, args, kwargs), find_cuts, Pipe)

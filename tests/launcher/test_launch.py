@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from pipecut import InputError, PipeError, PipelineStage, Schedule1F1B
 from pipecut.errors import LaunchError
-from pipecut.launcher import Outcome, RankPool, launch
+from pipecut.launcher import launch
 from pipecut.launcher import pool as pool_module
 from pipecut.launcher import rank as rank_module
+from pipecut.launcher.pool import RankPool
+from pipecut.launcher.rank import Outcome
 from tests.support.limits import WORK
 
 pytestmark = pytest.mark.distributed
@@ -546,7 +548,7 @@ def test_a_pool_forks_anew_for_a_function_that_cannot_be_sent() -> None:
 def test_a_pool_that_nobody_closes_ends_with_its_process() -> None:
     code = """
         import torch.distributed as dist
-        from pipecut.launcher import RankPool
+        from pipecut.launcher.pool import RankPool
         pool = RankPool(2, start_method="fork")
         print(pool.run(dist.get_rank))
     """

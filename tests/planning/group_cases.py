@@ -126,13 +126,13 @@ def has_a_progress_that_fails(rank: int, at: str) -> None:
 def cannot_do_it(rank: int, what: str) -> None:
     """One step of planning fails on the second rank."""
     from pipecut.planning import costs as chains
-    from pipecut.planning import ranking as rehearse
+    from pipecut.planning import ranking
 
     places: dict[str, tuple[Any, str]] = {
         "measure": (chains.Machine, "measure"),
         "chain_of": (chains, "chain_of"),
-        "cut_trace": (rehearse, "cut_trace"),
-        "prepare": (rehearse.Rehearsal, "prepare"),
+        "cut_trace": (ranking, "cut_trace"),
+        "prepare": (ranking.StageBenchmark, "prepare"),
     }
     owner, name = places[what]
     kept = owner.__dict__[name]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import TrainingPlan
-from pipecut.planning import measure as rehearsal
+from pipecut.planning import measure as measuring
 from pipecut.planning.costs import DeferralRule
-from pipecut.planning.measure import Rehearsal, StageTimes, example_values
+from pipecut.planning.measure import StageBenchmark, StageTimes, example_values
 from pipecut.schedule import simulate
 from pipecut.split.chain import chain_of
 from pipecut.split.cost.machine import Times
@@ -67,8 +67,8 @@ class Slow(nn.Module):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "time", Clock)
-    monkeypatch.setattr(rehearsal, "_SECONDS", 0.02)
+    monkeypatch.setattr(measuring, "time", Clock)
+    monkeypatch.setattr(measuring, "_BENCHMARK_SECONDS", 0.02)
 
 
 def slow_model() -> nn.Sequential:
@@ -113,11 +113,11 @@ def test_times_of_stages_survive_a_file(tmp_path: Path) -> None:
 def test_those_that_were_not_run_are_taken_to_be_as_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stages of the best cuts take 10 times what was estimated: a plan that nobody ran must not look faster."""
 
-    def ten_times(self: Rehearsal, stages: Any, in_flight: Any) -> Any:
+    def ten_times(self: StageBenchmark, stages: Any, in_flight: Any) -> Any:
         slow = StageTimes(Times(1.0, 1.0, 1.0), 2.0)
         return lambda: dict.fromkeys(stages, slow)
 
-    monkeypatch.setattr(Rehearsal, "prepare", ten_times)
+    monkeypatch.setattr(StageBenchmark, "prepare", ten_times)
     found = pipecut.plan(
         slow_model(), torch.ones(2, 4), ranks=2, batch=8, microbatch=2, recompute=False, cost="measured",
         time_budget=0.0,

@@ -16,8 +16,8 @@ from pipecut import PlanError, TrainingPlan
 from pipecut.errors import TooLittleMemoryError
 from pipecut.planning.candidate import Candidate, make_candidate
 from pipecut.planning.choices import TRAINING, Choice
-from pipecut.planning.costs import Stages
-from pipecut.planning.memory import RankMemory, leanest_cut
+from pipecut.planning.costs import StageCosts
+from pipecut.planning.memory import RankMemory, least_memory_cut
 from pipecut.schedule import simulate
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
@@ -101,7 +101,7 @@ def chain(name: str) -> Chain:
 def test_more_memory_never_fits_less(
     name: str, schedule: str, recompute: bool, proportions: tuple[float, float]
 ) -> None:
-    stages, choice = Stages(chain(name), recompute), Choice(schedule, 4, 6, recompute)
+    stages, choice = StageCosts(chain(name), recompute), Choice(schedule, 4, 6, recompute)
 
     def cut_for(factor: float) -> Candidate:
         return make_candidate(choice, stages, 2, None, [factor * each for each in proportions])
@@ -124,28 +124,28 @@ def test_more_memory_never_fits_less(
 def test_no_cut_is_much_leaner_than_the_leanest(name: str, limits: tuple[float, float]) -> None:
     for recompute, schedule in itertools.product((False, True), ("GPipe", "1F1B", "ZB-H1", "ZB-H2", "ZBVZeroBubble")):
         plan = Choice(schedule, 4, 6, recompute).plan(2)
-        memory = RankMemory(plan, Stages(chain(name), recompute))
+        memory = RankMemory(plan, StageCosts(chain(name), recompute))
 
         def share(cuts: Any, memory: RankMemory = memory) -> float:
             return max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
 
         count = memory.stages.blocks.count
         everywhere = [*itertools.combinations(range(1, count), plan.stages - 1)]
-        found = leanest_cut(memory, limits, everywhere[0])
+        found = least_memory_cut(memory, limits, everywhere[0])
         assert share(found) <= 1.01 * min(map(share, everywhere)), (schedule, recompute)
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_memory_without_a_simulation_is_that_of_the_simulator(schedule: str, recompute: bool) -> None:
-    stages = Stages(chain("tied"), recompute)
+    stages = StageCosts(chain("tied"), recompute)
     choice = Choice(schedule, 4, 8, recompute)
     candidate = make_candidate(choice, stages, 2, None, None)
     memory = RankMemory(candidate.plan, stages)
     cuts = stages.cuts_of(candidate.cut.plan)
     peaks = simulate(candidate.plan, candidate.report.costs).peak_memory
     assert memory.needs(cuts) == pytest.approx(
-        [kept + peak for kept, peak in zip(memory.kept(cuts), peaks, strict=True)]
+        [constant + peak for constant, peak in zip(memory.constant(cuts), peaks, strict=True)]
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError
-from pipecut.planning import measure as rehearsal
+from pipecut.planning import measure as measuring
 from pipecut.planning import search as prepared
 from pipecut.split.cost.machine import Machine
 
@@ -78,7 +78,7 @@ def test_what_the_forward_of_the_model_decided() -> None:
 @pytest.mark.parametrize("microbatch", [[1, 4], 1])
 def test_measured_stages_that_fail(monkeypatch: pytest.MonkeyPatch, microbatch: Any) -> None:
     """What a run on stand-ins did not show is seen when the stages run."""
-    monkeypatch.setattr(rehearsal, "_SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "_BENCHMARK_SECONDS", 0.01)
     monkeypatch.setattr(prepared, "refused_sizes", lambda *given: {})
     options: dict[str, Any] = {"cost": "measured", "microbatch": microbatch, "machine": None}
     if microbatch == 1:

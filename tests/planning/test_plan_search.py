@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError, PipeError, PlanError, TrainingPlan
-from pipecut.planning.choices import in_flight, microbatch_counts
+from pipecut.planning.choices import in_flight
+from pipecut.planning.microbatches import _default_counts
 from pipecut.schedule import plan_for, simulate
 from pipecut.split.cost.machine import Machine
 from pipecut.text import parse_memory
@@ -358,10 +359,10 @@ def test_a_batch_that_cannot_be_divided_evenly() -> None:
 
 
 def test_sizes_of_microbatches() -> None:
-    assert microbatch_counts(12, 2) == [2, 4, 6, 12]
-    assert microbatch_counts(7, 4) == [4, 7]
-    assert microbatch_counts(1, 1) == [1]
-    assert len(microbatch_counts(2**12, 2)) == 6
+    assert _default_counts(12, 2) == [2, 4, 6, 12]
+    assert _default_counts(7, 4) == [4, 7]
+    assert _default_counts(1, 1) == [1]
+    assert len(_default_counts(2**12, 2)) == 6
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import PipelineStage
-from pipecut.planning.costs import DeferralRule, checkpoint_stage, pending_bytes
+from pipecut.planning.costs import DeferralRule, pending_bytes
+from pipecut.planning.measure import checkpoint_forward
 from pipecut.split.chain import chain_of
 
 WIDTH = 768
@@ -48,7 +49,7 @@ def test_what_is_computed_again_cannot_be_put_off() -> None:
         machine=pipecut.Machine.nominal("cpu"),
     )  # fmt: skip
     stage = found.pipe().build_stage(1, "cpu")
-    checkpoint_stage(stage)
+    checkpoint_forward(stage.submod)
     kept = kept_between_halves(stage, 512)
     freed = found.report.costs.memory_backward_weight
     assert isinstance(freed, tuple)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecut.launcher import Outcome as Outcome
-from pipecut.launcher import RankPool
+from pipecut.launcher.pool import RankPool
+from pipecut.launcher.rank import Outcome as Outcome
 from tests.support.limits import WORK
 
 GROUP_TIMEOUT = 2 * WORK  # seconds that gloo waits for a message: a rank that waits for that hangs
