@@ -3,7 +3,6 @@
 from .custom import ActionContext as ActionContext
 from .custom import checked_op as checked_op
 from .executor import Executor as Executor
-from .handshake import differences as differences
 from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand
