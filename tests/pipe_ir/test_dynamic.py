@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import pipeline
-from pipecut.errors import InputError
+from pipecut import SplitPoint, pipeline
+from pipecut.errors import InputError, PipeWarning
 from pipecut.pipe_ir.inputs import read_example
 
 
@@ -133,3 +133,10 @@ def test_what_cannot_be_meant_is_refused(dynamic: Any, message: str) -> None:
 def test_a_tensor_without_dims_has_no_size_to_name() -> None:
     with pytest.raises(InputError, match=r"dim 0 of options\['extra'\], which is a tensor without dims; leave it out"):
         names_for({"extra": {0: "n"}}, extra=torch.tensor(1.0))
+
+
+def test_a_size_fixed_in_a_layer_of_torch_is_reported_at_that_layer() -> None:
+    """The search for the user's line went past the trace, and named the line that called pipeline()."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(0, (2, 4)))
+    with pytest.warns(PipeWarning, match=r"dim 0 of input is always 8: fixed at .*modules.flatten\.py:\d+, in forward"):
+        pipeline(model, (torch.ones(8, 4),), split_spec={"1": SplitPoint.BEGINNING})

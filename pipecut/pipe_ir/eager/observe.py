@@ -21,7 +21,7 @@ from ..structure import Atom, flatten
 from ..traced import Template
 
 CallKey = tuple[str, int]
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ObservedTensor(Atom):
     parameter or buffer that it is.
     """
 
-    shape: Shape
-    stride: Shape
+    shape: _Shape
+    stride: _Shape
     offset: int
     dtype: torch.dtype
     device: torch.device
@@ -50,8 +50,8 @@ class ObservedCall:
     pipe_split() ran inside.
     """
 
-    argument_shapes: tuple[Shape, ...]
-    argument_strides: tuple[Shape, ...]
+    argument_shapes: tuple[_Shape, ...]
+    argument_strides: tuple[_Shape, ...]
     result: Template
     written_arguments: tuple[int, ...]
     written_buffers: tuple[str, ...]
@@ -63,7 +63,7 @@ class ObservedCall:
 class ObservedRun:
     """One run of a model: the shapes of its tensor inputs, and all calls by path and number."""
 
-    input_shapes: tuple[Shape, ...]
+    input_shapes: tuple[_Shape, ...]
     calls: Mapping[CallKey, ObservedCall]
     changed: tuple[str, ...] = ()  # attributes that forwards have set
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import PipeError
 from ...pipe_ir import TiedParameter, TracedModel
-from ...torch_internals import FakeTensor, make_subclass
+from ...torch_internals import FakeTensor, make_subclass, parameters_prepared
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,8 @@ def empty_weights() -> Iterator[None]:
     >>> layer.weight.device, layer.running_var.device
     (device(type='meta'), device(type='cpu'))
     """
-    register = nn.Module.register_parameter
-
-    def register_without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_lazy(param) and param.device.type != "meta":
-            _move_to_meta(param)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_without_memory  # type: ignore[assignment,method-assign]
-    try:
+    with parameters_prepared(_move_to_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _move_to_meta(parameter: nn.Parameter) -> None:
