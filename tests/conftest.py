@@ -31,8 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep processes few: tests that share ranks run on one worker, and so do those of a file that starts its own."""
     for item in items:
         pools = [name for name in RANKS if name in getattr(item, "fixturenames", ())]
-        if pools or item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group(pools[-1] if pools else item.path.stem))
+        if pools:
+            item.add_marker(pytest.mark.xdist_group(pools[-1]))
+        elif item.path.parent.name == "zoo":  # transformers takes seconds to import
+            item.add_marker(pytest.mark.xdist_group("zoo"))
+        elif item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 from pipecut.errors import PlanError
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.registry import plan_for
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.upstream
 
@@ -64,7 +65,7 @@ def _mended(name: str, order: list[list[str]]) -> list[list[str]]:
     return order
 
 
-@pytest.mark.parametrize(("name", "ranks", "chunks"), SETTINGS)
+@pytest.mark.parametrize(("name", "ranks", "chunks"), sampled(SETTINGS, lambda setting: setting[1] <= 5))
 def test_same_order(name: str, ranks: int, chunks: int) -> None:
     compared = 0
     for microbatches in MICROBATCHES:

@@ -26,6 +26,7 @@ from tests.support.models import (
     tangled_problem,
     traced_stages,
 )
+from tests.support.sampling import sampled
 from tests.support.training import Problem
 
 SCHEDULES = [name for name in FAMILIES if name != "ForwardOnly"]
@@ -43,7 +44,7 @@ def a_schedule(name: str, traced: bool) -> tuple[PipelineSchedule, Problem]:
     return get_schedule_class(name)(stages, 5, problem.loss_fn, ranks=ranks), problem  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", sampled([True, False], lambda traced: traced))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_tensor_is_left_alive_and_none_sits_in_a_cycle(name: str, traced: bool) -> None:
     schedule, problem = a_schedule(name, traced)

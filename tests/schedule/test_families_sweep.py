@@ -6,6 +6,7 @@ import pytest
 
 from pipecut.errors import PlanError
 from pipecut.schedule.registry import FAMILIES, plan_for, schedule_names
+from tests.support.sampling import sampled
 
 Setting = tuple[int, int, int]  # ranks, chunks, microbatches
 RANKS = range(1, 17)
@@ -52,9 +53,10 @@ def test_the_sweep_is_wide() -> None:
         assert len(set(each)) == len(each)
 
 
+@pytest.mark.parametrize("every", sampled([1, 11], lambda every: every > 1))
 @pytest.mark.parametrize("name", schedule_names())
-def test_every_setting_is_valid(name: str) -> None:
-    for number, (ranks, chunks, microbatches) in enumerate(_settings(name)):
+def test_every_setting_is_valid(name: str, every: int) -> None:
+    for number, (ranks, chunks, microbatches) in enumerate(_settings(name)[::every]):
         plan = plan_for(name, ranks=ranks, chunks=chunks, microbatches=microbatches).validate()
         assert (plan.ranks, plan.stages, plan.microbatches) == (ranks, ranks * chunks, microbatches)
         plan.lower().validate()

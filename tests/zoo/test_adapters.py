@@ -65,6 +65,7 @@ def assert_trains_as_uncut(model: nn.Module, batch: dict[str, Tensor], lowest_la
         assert len(traffic.backwards) == MICROBATCHES * (STAGES - lowest), name
 
 
+@pytest.mark.slow
 def test_adapters_in_all_layers() -> None:
     assert_trains_as_uncut(*with_adapters("gpt2", [0, 1, 2, 3]), lowest_layer=0)
 

@@ -14,6 +14,7 @@ from tests.support.transformers_models import ROWS, make
 STAGES, MICROBATCHES = 4, 3
 
 
+@pytest.mark.slow
 def test_router_losses_of_all_stages() -> None:
     model, batch = make("mixtral")
     model.config.output_router_logits = True  # type: ignore[union-attr, assignment]

@@ -9,6 +9,7 @@ from pipecut.schedule.registry import FAMILIES
 from tests.run.distributed.training_cases import check_plan, check_schedule, train_tied
 from tests.schedule.test_handwritten_plans import USER_MADE
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +28,7 @@ def test_two_ranks(two_ranks: Ranks, name: str, traced: bool) -> None:
     two_ranks.run(check_schedule, 2, name, traced, microbatch_counts(name, 2))
 
 
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", sampled([True, False], lambda traced: traced))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_ranks(four_ranks: Ranks, name: str, traced: bool) -> None:
     four_ranks.run(check_schedule, 4, name, traced, microbatch_counts(name, 4))
