@@ -82,10 +82,11 @@ def operator_name(target: Any) -> str:
 def operator_of(target: Any) -> Operator:
     """Return the record of an operator, given what a trace calls or its name.
 
+    >>> import torch
     >>> operator_of(torch.ops.aten.relu.default).saves, operator_of("aten::addmm").flops([(2,), (2, 3), (3, 5)], (2, 5))
     ('result', 60)
     """
-    return _OPERATORS.get(target if isinstance(target, str) else operator_name(target), _OTHER)
+    return OPERATORS.get(target if isinstance(target, str) else operator_name(target), _OTHER)
 
 
 # Formulas of FLOPs
@@ -147,13 +148,13 @@ def _eager_call(args: Sequence[Any], out: Shape) -> Dim:
 # The table: every operator once
 
 _OTHER = Operator()
-_OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, Operator] = {}
 
 
 def _known(names: str, operator: Operator, namespace: str = "aten::") -> None:
     for name in names.split():
-        assert f"{namespace}{name}" not in _OPERATORS, f"{name} has two records"
-        _OPERATORS[f"{namespace}{name}"] = operator
+        assert f"{namespace}{name}" not in OPERATORS, f"{name} has two records"
+        OPERATORS[f"{namespace}{name}"] = operator
 
 
 # Products. Attention runs its forward once more in the backward, and has four products there instead of two.
@@ -208,7 +209,7 @@ _known(
 )
 _known(
     "gelu silu silu_ mish hardswish hardsigmoid softplus log log1p log2 abs sin cos leaky_relu elu celu selu hardtanh "
-    "clamp clamp_min clamp_max erf logsigmoid square prelu glu",
+    "clamp clamp_min clamp_max erf square prelu glu",
     Operator(saves="first argument"),
 )
 _known("dropout feature_dropout alpha_dropout", Operator(saves="dropout mask", passes_through=True))
@@ -241,8 +242,8 @@ _known("flatten slice lift_fresh_copy", Operator(keeps_rows=True))
 _known("expand", Operator(keeps_numbers=True))
 _known(
     "cat stack pad constant_pad_nd pad_sequence roll flip tril triu repeat repeat_interleave masked_select index_add "
-    "slice_scatter select_scatter chunk split unbind pixel_shuffle upsample_nearest2d upsample_bilinear2d interpolate "
-    "type_as float half bfloat16 double",
+    "slice_scatter select_scatter chunk split unbind pixel_shuffle upsample_nearest2d upsample_bilinear2d "
+    "type_as",
     Operator(saves="nothing"),
 )
 

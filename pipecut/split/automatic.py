@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
-from .balance.solve import Balance, balance_stages
+from .balance import Balance, balance_stages
 from .chain import Chain, allowed_places
 from .points import SplitPlan
 

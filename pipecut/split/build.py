@@ -12,14 +12,9 @@ from torch import nn
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
 from ..torch_internals import backward_hooks, buffers_of, children_of, forward_hooks, parameters_of, unsaved_buffers
-from .codegen.emit import Function
+from .codegen import Function
 from .program import Piece, walk
 from .state import Holdings, References, referred_to, refuse_changing
-
-
-def _members_of(container: nn.Module) -> list[str]:
-    return [*children_of(container), *parameters_of(container)]
-
 
 _file_numbers = itertools.count()
 
@@ -112,15 +107,6 @@ def _compile(function: Function, index: int) -> Callable[..., Any]:
     return forward
 
 
-def refuse_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
-    """Raise for a cut forward with effects that generated code cannot have."""
-    for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
-        raise SplitError(
-            f"the forward of {path or type(traced.model).__name__!r} uses {traced.untraced_effects[path]}, and is cut: "
-            "a trace does not hold it; move it into a module that is not cut"
-        )
-
-
 class _WithGaps:
     """Container with some of its members: indexed as in the whole model, counted and iterated over what is here."""
 
@@ -181,6 +167,10 @@ def _allow_gaps(module: nn.Module, original: nn.Module) -> None:
         module._keys = {key: None for key in module._keys if key in parameters_of(module)}
 
 
+def _members_of(container: nn.Module) -> list[str]:
+    return [*children_of(container), *parameters_of(container)]
+
+
 # Hooks of modules that are cut, attributes that their forwards set, and other effects that a trace does not hold
 
 
@@ -221,4 +211,13 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
             f"the forward of {path or type(traced.model).__name__!r} sets {names}, and is cut: the stages do not set "
             "it, and go on with the value that it had during the trace; keep state in buffers, or in a module that is "
             "not cut"
+        )
+
+
+def refuse_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
+    """Raise for a cut forward with effects that generated code cannot have."""
+    for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
+        raise SplitError(
+            f"the forward of {path or type(traced.model).__name__!r} uses {traced.untraced_effects[path]}, and is cut: "
+            "a trace does not hold it; move it into a module that is not cut"
         )

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_of
-from .balance.problem import Blocks, Shared
-from .cost.machine import Machine, OperationTimes, Times
-from .cost.operation import ConcreteCosts, CostFinder, operation_flops
-from .cost.saved import bytes_of
+from .balance import Blocks, Shared
+from .cost import ConcreteCosts, CostFinder, Machine, OperationTimes, Times, bytes_of, operation_flops
 from .points import Cut, Regions, SplitPlan
 
 # Bytes that are there for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.

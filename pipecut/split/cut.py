@@ -20,9 +20,8 @@ from .build import (
     refuse_untraced_effects,
     warn_of_assigned_attributes,
 )
-from .codegen.emit import Emitter, Function
-from .codegen.expressions import Naming, name_values
-from .cost.operation import flops_between
+from .codegen import Emitter, Function, Naming, name_values
+from .cost import flops_between
 from .dataflow import Flow, StageFlow, flow, wire_order
 from .modes import ModeDifferences, compare_modes
 from .points import SplitPlan

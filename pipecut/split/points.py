@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..errors import SplitError, warn
 from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
 from ..text import did_you_mean, plural
-from .cost.operation import ConcreteCosts
+from .cost import ConcreteCosts
 
 
 class SplitPoint(enum.Enum):

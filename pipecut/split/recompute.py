@@ -12,7 +12,7 @@ from torch import nn
 
 from ..pipe_ir import Operation, RecomputedValue, Span, TracedModel, has_forward_hooks, operator_of
 from ..torch_internals import buffers_of, is_overload, schema_of, unsaved_buffers
-from .cost.operation import ConcreteCosts
+from .cost import ConcreteCosts
 from .dataflow import FlowFinder
 from .modes import ModeDifferences
 from .program import (

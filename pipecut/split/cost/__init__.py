@@ -1,1 +1,12 @@
-"""Costs of traced operations: FLOPs, bytes, memory, and their time on a machine."""
+"""Costs of operations: FLOPs, bytes, times on a machine. Read `operation` first; formulas are in `pipe_ir.operators`."""
+
+from .machine import ACCUMULATION_PASSES as ACCUMULATION_PASSES
+from .machine import Machine as Machine
+from .machine import OperationTimes as OperationTimes
+from .machine import Times as Times
+from .machine import mean_of as mean_of
+from .operation import ConcreteCosts as ConcreteCosts
+from .operation import CostFinder as CostFinder
+from .operation import flops_between as flops_between
+from .operation import operation_flops as operation_flops
+from .saved import bytes_of as bytes_of
