@@ -242,8 +242,7 @@ _known("flatten slice lift_fresh_copy", Operator(keeps_rows=True))
 _known("expand", Operator(keeps_numbers=True))
 _known(
     "cat stack pad constant_pad_nd pad_sequence roll flip tril triu repeat repeat_interleave masked_select index_add "
-    "slice_scatter select_scatter chunk split unbind pixel_shuffle upsample_nearest2d upsample_bilinear2d "
-    "type_as",
+    "slice_scatter select_scatter chunk split unbind pixel_shuffle upsample_nearest2d upsample_bilinear2d type_as",
     Operator(saves="nothing"),
 )
 

@@ -1,4 +1,4 @@
-"""Costs of operations: FLOPs, bytes, times on a machine. Read `operation` first; formulas are in `pipe_ir.operators`."""
+"""Costs of operations: FLOPs, bytes, times on a machine. Read `operation` first."""
 
 from .machine import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .machine import Machine as Machine
