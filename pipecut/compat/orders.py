@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from ..errors import InputError, warn
-from ..run import ActionContext, Batch, FamilySchedule, checked_op
+from ..run import ActionContext, FamilySchedule, StepState, checked_op
 from ..schedule import Action, Family, Op, Placement, Plan, add_transfers, load_csv
 from ..stage import PipelineStage, is_initialized
 from .actions import UpstreamAction, UpstreamOrder, order_from_upstream, order_to_upstream, to_upstream
@@ -156,7 +156,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         finally:
             self._losses_to_fill = None
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: StepState) -> None:
         """Raise if a step cannot be called with this, before its first action."""
 
     def register_custom_function(self, computation_type: Op | str, custom_function: Callable[[Any, Any], None]) -> None:
@@ -313,7 +313,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
 
     def _losses_so_far(self) -> list[Tensor]:
         """Return the losses that a step has computed while it runs; none after it."""
-        return [loss for executor in self._observer.executors for loss in executor.batch.losses.values()]
+        return [loss for executor in self._observer.executors for loss in executor.state.losses.values()]
 
     @property
     def backward_counter(self) -> Counter[int]:
@@ -335,7 +335,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
             (stage, microbatch): [arrival]
             for executor in self._observer.executors
             for (source, stage, microbatch), arrival in (
-                executor.mail.activations if forward else executor.mail.gradients
+                executor.state.activations if forward else executor.state.gradients
             ).items()
             if source not in executor.stages
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import run as own
 from ..errors import InputError, PlanError, warn
-from ..run import Batch, FamilySchedule, refuse_compiled
+from ..run import FamilySchedule, StepState, refuse_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
 from . import _utils, passes
@@ -201,7 +201,7 @@ class ScheduleLoopedBFS(_BuiltIn, own.ScheduleLoopedBFS):
 class _ScheduleForwardOnly(PipelineScheduleSingle, own.ScheduleForwardOnly):
     """Forwards only, and no loss."""
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: StepState) -> None:
         passed = {"target": batch.targets, "losses": self._losses_to_fill}
         names = [name for name, value in passed.items() if value is not None]
         if names:

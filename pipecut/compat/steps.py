@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..run import ActionContext, Batch, Executor
+from ..run import ActionContext, Executor, StepState
 from ..schedule import Action, Op
 from .actions import UpstreamAction, from_upstream
 from .stage_calls import UpstreamStage
@@ -36,17 +36,13 @@ class StepObserver:
 
     def begin(self, executor: Executor) -> None:
         """Check what upstream checks before the first action, and let the stages' calls go to the executor."""
-        try:
-            self.schedule._check_batch(executor.batch)
-            _check_inputs(executor)
-        except Exception:
-            executor.clear()
-            raise
+        self.schedule._check_batch(executor.state)
+        _check_inputs(executor)
         self.backward_counter.clear()
         self.executors.append(executor)
         for stage in _stages_of(executor):
             stage.driver = StageDriver(executor, self)
-            stage.has_backward = executor.batch.training
+            stage.has_backward = executor.state.training
 
     def after_backward(self, stage: int) -> None:
         """Count a backward of a stage."""
@@ -58,7 +54,7 @@ class StepObserver:
         if executor not in self.executors:
             return
         self.executors.remove(executor)
-        batch = executor.batch
+        batch = executor.state
         for stage in _stages_of(executor):
             stage.driver = None
             stage.has_backward = batch.training
@@ -71,7 +67,7 @@ def _stages_of(executor: Executor) -> list[UpstreamStage]:
 
 
 def _check_inputs(executor: Executor) -> None:
-    batch = executor.batch
+    batch = executor.state
     for stage in _stages_of(executor):
         if stage.is_first and stage.ports is None and batch.args:
             stage.check_inputs(batch.args[0], batch.kwargs[0] if batch.kwargs else {})
@@ -85,9 +81,9 @@ class StageDriver:
         self._observer = observer
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> StepState:
         """The data of the step."""
-        return self._executor.batch
+        return self._executor.state
 
     @property
     def grad_scale_factor(self) -> int:
@@ -144,7 +140,7 @@ class StepContext(PipelineContext):
 
 def context_of(schedule: UpstreamSchedule, own: ActionContext) -> StepContext:
     """Make the second argument of a custom function."""
-    batch = own.executor.batch
+    batch = own.executor.state
     none = [()] * len(batch.samples)
     return StepContext(
         schedule,

@@ -26,4 +26,4 @@ from .schedules import ScheduleZBH2 as ScheduleZBH2
 from .schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from .schedules import get_schedule_class as get_schedule_class
 from .schedules import refuse_compiled as refuse_compiled
-from .state import Batch as Batch
+from .state import StepState as StepState

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..schedule import Action, Op
-from .executor import Executor
+from .executor import Executor, Handler
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,21 @@ class ActionContext:
     @property
     def args(self) -> Sequence[Sequence[Any]]:
         """The positional arguments of each microbatch on the rank of the first stage; empty elsewhere."""
-        return self.executor.batch.args
+        return self.executor.state.args
 
     @property
     def kwargs(self) -> Sequence[Mapping[str, Any]]:
         """The keyword arguments of each microbatch; empty if there are none."""
-        return self.executor.batch.kwargs
+        return self.executor.state.kwargs
 
     @property
     def targets(self) -> Sequence[Any] | None:
         """The target of each microbatch on the rank of the last stage; None elsewhere."""
-        return self.executor.batch.targets
+        return self.executor.state.targets
 
     def run(self, action: Action) -> None:
         """Run an action in the usual way."""
-        self.executor.usual_handlers[action.op](action)
+        self.executor.usual_handlers[action.op](action, self.executor.state)
 
 
 CustomFunction = Callable[[Action, ActionContext], None]
@@ -47,8 +47,8 @@ def install(executor: Executor, functions: Mapping[Op, CustomFunction]) -> None:
         executor.handlers[op] = _bound(function, context)
 
 
-def _bound(function: CustomFunction, context: ActionContext) -> Callable[[Action], None]:
-    return lambda action: function(action, context)
+def _bound(function: CustomFunction, context: ActionContext) -> Handler:
+    return lambda action, _: function(action, context)
 
 
 def checked_op(op: Op | str) -> Op:

@@ -1,24 +1,24 @@
-"""What a stage that was cut by hand gets, against the `input_args` that it was made with."""
+"""Checks of the arguments of modules that were cut by hand: by their example inputs, and by their keywords."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError, StageMetadataError
 from ..pipe_ir import flatten
 from ..stage import PipelineStage, open_value, placement_of
-from ..text import listed
-from .state import parameters_of
+from ..text import did_you_mean, listed
 from .transport.base import Meta
 
 _Dims = Iterator[int | None]  # along which the leaves of a call were cut, None for what was not
 
 
 def check_arrived(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
-    """What comes from the stage before fits; the number of samples may be another."""
+    """Raise if what comes from the stage before does not fit `input_args`; the number of samples may differ."""
     if stage.input_args is None:
         return
     expected = [Meta.of(example) for example in stage.input_args]
@@ -34,7 +34,7 @@ def check_arrived(stage: PipelineStage, arrived: Sequence[Tensor]) -> None:
 def check_given(
     stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None]
 ) -> None:
-    """What step() got for the first stage fits, here as one of its microbatches; the number of samples may be another.
+    """Raise if a microbatch for the first stage does not fit `input_args`; the number of samples may differ.
 
     `dims` are those along which the leaves were cut, positional arguments first. Tensors in nested values count by
     their order. A keyword counts if it is that of a place for which there is an example.
@@ -57,11 +57,11 @@ def check_given(
 def _given(
     stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any], dims: _Dims
 ) -> list[tuple[Meta, int | None]]:
-    """The tensors of a call in the order of the module's places, with the dims of their samples."""
+    """Return the tensors of a call in the order of the module's parameters, with the dims of their samples."""
     found = [pair for value in args for pair in _tensors(value, dims)]
     by_name = {name: _tensors(value, dims) for name, value in kwargs.items()}
     places = len(stage.input_args or ())
-    for name in parameters_of(stage.submod)[0][len(args) : places]:
+    for name in _parameters_of(stage.submod)[0][len(args) : places]:
         if name not in by_name:
             break
         found += by_name[name]
@@ -74,8 +74,49 @@ def _tensors(value: Any, dims: _Dims) -> list[tuple[Meta, int | None]]:
 
 
 def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
-    """What has to be the same: the dtype and all sizes but the number of samples; how a DTensor lies on its mesh."""
+    """Return what has to be the same: dtype, placement, and all sizes but the number of samples."""
     shape, placing = meta.whole_shape, placement_of(meta.on_mesh)
     if dim is None:
         return shape, meta.dtype, placing
     return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing
+
+
+# ------------------------------------------------------------------------------------------------ keyword arguments
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def taken_by(module: nn.Module, places: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a module takes besides its first positional arguments.
+
+    >>> class Part(nn.Module):
+    ...     def forward(self, x, labels=None): ...
+    >>> taken_by(Part(), 1, {"x": 1, "labels": 2, "mask": 3})
+    {'labels': 2}
+    """
+    names, any_name = _parameters_of(module)
+    given = set(names[:places])
+    return {name: value for name, value in kwargs.items() if name not in given and (any_name or name in names)}
+
+
+def refuse_unknown(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
+    """Raise on a keyword that no module of this process takes."""
+    known: list[str] = []
+    for stage in stages:
+        names, any_name = _parameters_of(stage.submod)
+        if any_name:
+            return
+        known += names
+    for name in kwargs:
+        if name not in known:
+            raise InputError(
+                f"step() got the keyword {name!r}, which the forward of no stage in this process takes (they take "
+                f"{', '.join(dict.fromkeys(known)) or 'none'}).{did_you_mean(name, known)}"
+            )
+
+
+def _parameters_of(module: nn.Module) -> tuple[list[str], bool]:
+    """Return the names of a forward's parameters, positional ones first, and True if it takes any others."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return [each.name for each in parameters if each.kind in _BY_NAME], any_name

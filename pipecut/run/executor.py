@@ -7,72 +7,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..schedule import Action, Dataflow, Op, Plan
+from ..schedule import Action, Op, Plan
 from ..stage import PipelineStage
-from .examples import check_arrived
-from .gradients import Gradients, InnerLeaves, give_to_inputs, graph_leaf
-from .last_stage import Ending
+from .examples import check_arrived, taken_by
+from .gradients import Gradients, NestedLeaves, give_to_inputs, graph_leaf
+from .last_stage import LastStage
 from .loss import Objective
-from .mail import Mail, number
+from .mail import Mail
 from .parcels import Parcels
 from .random_numbers import RandomNumbers
-from .state import Batch, taken_by
+from .state import StepState
 from .ties import TiedGradients
 from .transport.base import Transport
 
-# MERGED: What the module of a stage is called with: what was given to the step, and what other stages sent.
-
-
-class _StageCall(NamedTuple):
-    """The call of a stage's module, on leaves of its own graph; `inner` are those in nested values and keywords."""
-
-    args: list[Any]
-    kwargs: Mapping[str, Any]
-    inner: InnerLeaves | None = None
-
-
-class Arguments:
-    """Makes the calls of one rank's stages."""
-
-    def __init__(self, mail: Mail, dataflow: Dataflow) -> None:
-        self.mail = mail
-        self.dataflow = dataflow
-
-    def of(self, stage: PipelineStage, microbatch: int, batch: Batch) -> _StageCall:
-        """The call for one microbatch."""
-        if stage.ports is None:
-            return self._by_hand(stage, microbatch, batch)
-        index = stage.stage_index
-        sources = {*stage.ports.incoming, *self.dataflow.makers[index]}
-        arrived = {source: self.mail.take(source, index, microbatch) for source in sorted(sources)}
-        roots = batch.roots[microbatch] if stage.is_first else {}
-        args = [
-            graph_leaf(roots[place]) if source is None else arrived[source][place]
-            for source, place in stage.ports.arguments
-        ]
-        return _StageCall(args, {})
-
-    def _by_hand(self, stage: PipelineStage, microbatch: int, batch: Batch) -> _StageCall:
-        """A module that was cut by hand takes keywords too, and the first one nested values."""
-        inner = InnerLeaves()
-        enter = inner.put_into if batch.training else _as_it_is
-        if stage.is_first:
-            args = [
-                graph_leaf(value) if isinstance(value, Tensor) else enter(value) for value in batch.args[microbatch]
-            ]
-        else:
-            args = self.mail.take(stage.stage_index - 1, stage.stage_index, microbatch)
-            check_arrived(stage, args)
-        given = batch.kwargs[microbatch] if batch.kwargs else {}
-        kwargs = enter(taken_by(stage.submod, len(args), given)) if given else {}
-        return _StageCall(args, kwargs, inner if inner.leaves else None)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-Handler = Callable[[Action], None]
+Handler = Callable[[Action, StepState], None]
 
 
 class Observer(Protocol):
@@ -85,14 +33,21 @@ class Observer(Protocol):
         """Note that one microbatch has all of its gradients on a stage."""
 
     def end(self, executor: Executor) -> None:
-        """Note that a step has ended, or failed; its data is dropped right after."""
+        """Note that a step has ended, or failed; its state is dropped right after."""
+
+
+class _StageCall(NamedTuple):
+    """The call of a stage's module, on leaves of its own graph; `nested` are those in nested values and keywords."""
+
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+    nested: NestedLeaves | None = None
 
 
 class Executor:
-    """Does what a plan says for the stages of one rank, one action at a time.
+    """Runs the actions of a plan for the stages of one rank, one at a time.
 
-    Receives are posted ahead of their turn, as far as it is known what will arrive, and waited for when a computation
-    needs them.
+    All that lives for one step is in a StepState, which the handlers of actions get along with the action.
     """
 
     def __init__(
@@ -113,15 +68,16 @@ class Executor:
         self.transport = transport
         self.ties = ties
         self.random_numbers = random_numbers
-        self.batch = Batch(training=False, samples=[], sizes=[])
         self.mail = Mail(plan, stages, parcels, transport, random_numbers)
-        self.arguments = Arguments(self.mail, plan.dataflow)
         self.gradients = Gradients(self.mail, {stage: plan.dataflow.users[stage] for stage in stages})
-        self.ending = Ending(objective, scale_gradients=scale_gradients)
-        self._backwards_left: dict[int, int] = {}
+        self.last_stage = LastStage(objective, scale_gradients=scale_gradients)
         self.observer = observer
-        self.part: Action | None = None  # the part of an overlap that is running
-        self.inputs: list[Any] | None = None  # what the forward that is running was called with
+        self._state: StepState | None = None
+        self._sources = {
+            index: sorted({*stage.ports.incoming, *plan.dataflow.makers[index]})
+            for index, stage in stages.items()
+            if stage.ports is not None
+        }
         actions = [action for row in plan.actions for action in row if action is not None]
         self._reduced_by_plan = {action.stage for action in actions if action.op is Op.REDUCE_GRAD}
         self._splits_backward = any(action.op in (Op.BACKWARD_INPUT, Op.OVERLAP_F_B) for action in actions)
@@ -134,98 +90,137 @@ class Executor:
             Op.RECV_F: self.mail.post,
             Op.SEND_B: self.mail.send_gradients,
             Op.RECV_B: self.mail.post,
-            Op.UNSHARD: lambda action: self.stages[action.stage].replica.unshard(),
-            Op.RESHARD: lambda action: self.stages[action.stage].replica.reshard(),
-            Op.REDUCE_GRAD: lambda action: self.stages[action.stage].replica.reduce_gradients(),
-            Op.REDUCE_TIES: lambda action: self.ties.sum(action.microbatch or 0),
+            Op.UNSHARD: lambda action, _: self.stages[action.stage].replica.unshard(),
+            Op.RESHARD: lambda action, _: self.stages[action.stage].replica.reshard(),
+            Op.REDUCE_GRAD: lambda action, _: self.stages[action.stage].replica.reduce_gradients(),
+            Op.REDUCE_TIES: lambda action, _: self.ties.sum(action.microbatch or 0),
             Op.OVERLAP_F_B: self._overlap,
         }
         self.usual_handlers = dict(self.handlers)
 
-    def begin(self, batch: Batch) -> None:
-        """Start a step."""
-        self.clear()
-        self.batch = batch
-        self.mail.begin(batch)
-        self.gradients.begin(batch)
-        self.random_numbers.begin(batch.seed)
-        self._backwards_left = dict.fromkeys(self.stages, len(batch.samples))
-        if batch.training:
+    @property
+    def state(self) -> StepState:
+        """The state of the step that is running."""
+        assert self._state is not None  # asked for during a step only
+        return self._state
+
+    def begin(self, state: StepState) -> None:
+        """Begin a step."""
+        self._state = state
+        state.backwards_left = dict.fromkeys(self.stages, len(state.samples))
+        if state.training:
             self.ties.begin()
             for stage in self.stages.values():
                 stage.begin_step(splits_backward=self._splits_backward or self.handlers != self.usual_handlers)
         if self.observer is not None:
             self.observer.begin(self)
 
-    def clear(self) -> None:
-        """Forget everything of the step."""
-        self.part = None
-        self.ending.in_loss_fn = False
-        self.inputs = None
+    def end(self) -> None:
+        """Drop everything of the step, which has ended or failed."""
+        if self._state is None:
+            return
+        if self._state.training:
+            self.ties.finish()  # after a failure, gradients from before the step are still set aside
         for stage in self.stages.values():
             stage.clear()
         if self.observer is not None:
             self.observer.end(self)
-        self.batch = Batch(training=False, samples=[], sizes=[])
-        self.mail.begin(self.batch)
-        self.gradients.begin(self.batch)
+        self._state = None
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = self.stages[action.stage], number(action)
-        call = self.arguments.of(stage, microbatch, self.batch)
-        self.inputs = call.args
-        with self.random_numbers.forward(stage, microbatch):
-            flight = stage.forward(microbatch, call.args, call.kwargs, training=self.batch.training)
-            if call.inner is not None:
-                self.gradients.expect(action.stage, microbatch, call.inner, flight)
+    # ---------------------------------------------------------------------------------------------------- computations
+
+    def _forward(self, action: Action, state: StepState) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        assert microbatch is not None  # a proven plan
+        call = (
+            self._call_by_hand(stage, microbatch, state)
+            if stage.ports is None
+            else self._call(stage, microbatch, state)
+        )
+        state.stage_inputs = call.args
+        with self.random_numbers.forward(stage, microbatch, state):
+            flight = stage.forward(microbatch, call.args, call.kwargs, training=state.training)
+            if call.nested is not None:
+                self.gradients.expect_nested(action.stage, microbatch, call.nested, flight, state)
             if stage.is_last:
-                self.ending.reach(stage, microbatch, flight, self.batch)
-        self.inputs = None
+                self.last_stage.finish_forward(stage, microbatch, flight, state)
+        state.stage_inputs = None
         for target in self.gradients.users[action.stage]:
-            self.mail.hand_over(action.stage, target, microbatch, flight)
+            self.mail.hand_over(action.stage, target, microbatch, flight, state)
 
-    def _full_backward(self, action: Action) -> None:
-        self._backward(action, weights=True)
-        self._count_backward(action.stage)
+    def _call(self, stage: PipelineStage, microbatch: int, state: StepState) -> _StageCall:
+        """Make the call of a traced stage from the inputs of the model and from what other stages sent."""
+        assert stage.ports is not None  # a traced stage
+        index = stage.stage_index
+        arrived = {}
+        for maker in self._sources[index]:
+            arrived[maker] = self.mail.take(maker, index, microbatch, state)
+        args = []
+        for source, place in stage.ports.arguments:
+            args.append(graph_leaf(state.roots[microbatch][place]) if source is None else arrived[source][place])
+        return _StageCall(args, {})
 
-    def _backward_input(self, action: Action) -> None:
-        self._backward(action, weights=False)
+    def _call_by_hand(self, stage: PipelineStage, microbatch: int, state: StepState) -> _StageCall:
+        """Make the call of a module that was cut by hand: it takes keywords too, and the first one nested values."""
+        nested = NestedLeaves()
+        enter = nested.put_into if state.training else _unchanged
+        if stage.is_first:
+            args = [
+                graph_leaf(value) if isinstance(value, Tensor) else enter(value) for value in state.args[microbatch]
+            ]
+        else:
+            args = self.mail.take(stage.stage_index - 1, stage.stage_index, microbatch, state)
+            check_arrived(stage, args)
+        given = state.kwargs[microbatch] if state.kwargs else {}
+        kwargs = enter(taken_by(stage.submod, len(args), given)) if given else {}
+        return _StageCall(args, kwargs, nested if nested.leaves else None)
 
-    def _backward_weight(self, action: Action) -> None:
-        self.stages[action.stage].weight_backward(number(action))
-        self._count_backward(action.stage)
+    def _full_backward(self, action: Action, state: StepState) -> None:
+        self._backward(action, state, weights=True)
+        self._count_backward(action.stage, state)
 
-    def _count_backward(self, stage: int) -> None:
-        """After the last backward of a stage its gradients are reduced, unless the plan says when."""
-        if self.observer is not None:
-            self.observer.after_backward(stage)
-        self._backwards_left[stage] -= 1
-        if self._backwards_left[stage] == 0 and stage not in self._reduced_by_plan:
-            self.handlers[Op.REDUCE_GRAD](Action(stage, Op.REDUCE_GRAD))
+    def _backward_input(self, action: Action, state: StepState) -> None:
+        self._backward(action, state, weights=False)
 
-    def _backward(self, action: Action, *, weights: bool) -> None:
-        stage, microbatch = self.stages[action.stage], number(action)
+    def _backward_weight(self, action: Action, state: StepState) -> None:
+        assert action.microbatch is not None  # a proven plan
+        self.stages[action.stage].weight_backward(action.microbatch)
+        self._count_backward(action.stage, state)
+
+    def _backward(self, action: Action, state: StepState, *, weights: bool) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        assert microbatch is not None  # a proven plan
         flight = stage.flights[microbatch]
         if flight.loss is None:
-            grads = self.gradients.of_outputs(stage, microbatch)
+            grads = self.gradients.of_outputs(stage, microbatch, state)
         else:
-            grads = [self.ending.gradient(flight.loss, microbatch, self.batch)]
+            grads = [self.last_stage.gradient(flight.loss, microbatch, state)]
         inputs = flight.inputs
-        self.gradients.give_back(stage, microbatch, inputs, stage.backward(microbatch, grads, weights=weights))
+        input_grads = stage.backward(microbatch, grads, weights=weights)
+        self.gradients.give_back(stage, microbatch, inputs, input_grads, state)
 
-    def finish(self) -> None:
-        """The end of the step on this rank."""
-        finish_together([self])
+    def _count_backward(self, stage: int, state: StepState) -> None:
+        """After the last backward of a stage, reduce its gradients, unless the plan says when."""
+        if self.observer is not None:
+            self.observer.after_backward(stage)
+        state.backwards_left[stage] -= 1
+        if state.backwards_left[stage] == 0 and stage not in self._reduced_by_plan:
+            self.handlers[Op.REDUCE_GRAD](Action(stage, Op.REDUCE_GRAD), state)
 
-    def _overlap(self, action: Action) -> None:
-        for self.part in action.parts:
-            self.handlers[self.part.op](self.part)
-        self.part = None
+    def _overlap(self, action: Action, state: StepState) -> None:
+        for part in action.parts:
+            state.part = part
+            self.handlers[part.op](part, state)
+        state.part = None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def finish_together(executors: Sequence[Executor]) -> None:
-    """The end of a step on the ranks of one process."""
-    give_to_inputs([executor.gradients for executor in executors])
+    """Finish a step on the ranks of one process, after the last action."""
+    give_to_inputs([executor.state for executor in executors])
     for executor in executors:
-        if executor.batch.training:
+        if executor.state.training:
             executor.ties.finish()

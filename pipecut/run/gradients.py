@@ -1,4 +1,4 @@
-"""Where gradients go: to the stages that made the values, and to the inputs of the model."""
+"""Ways of gradients between stages: to the stages that made the values, and to the inputs of the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor
 from ..errors import PipeError
 from ..pipe_ir import map_leaves
 from ..stage import Flight, MeshLayout, PipelineStage, describe_tensor, place_like, ready_to_send
-from .mail import Mail
-from .state import Batch
-
-# MERGED: Tensors at which the graph of a stage begins: they stand for those that the stage is called with.
+from .mail import Mail, sendable
+from .state import StepState
 
 
 def graph_leaf(value: Any) -> Any:
-    """A tensor without the graph that it comes from; other values as they are.
+    """Return a tensor without the graph that it comes from; other values as they are.
 
     That graph may be one of all microbatches, which can be gone through once only.
     """
@@ -31,14 +29,14 @@ def graph_leaf(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class InnerLeaves:
-    """Leaves for the tensors inside of nested values. `leaves` stand for those of `originals`, which need a gradient.
+class NestedLeaves:
+    """Graph leaves for the tensors in nested values: `leaves` stand for `originals`, which need a gradient.
 
     >>> import torch
-    >>> inner, weight = InnerLeaves(), torch.ones(2, requires_grad=True)
+    >>> nested, weight = NestedLeaves(), torch.ones(2, requires_grad=True)
     >>> given = {"weights": [weight * 2], "name": "x"}
-    >>> taken = inner.put_into(given)
-    >>> taken["weights"][0] is inner.leaves[0], given["weights"][0] is inner.originals[0]
+    >>> taken = nested.put_into(given)
+    >>> taken["weights"][0] is nested.leaves[0], given["weights"][0] is nested.originals[0]
     (True, True)
     """
 
@@ -46,7 +44,7 @@ class InnerLeaves:
     leaves: list[Tensor] = field(default_factory=list)
 
     def put_into(self, value: Any) -> Any:
-        """The value with leaves in the place of its tensors."""
+        """Return the value with graph leaves in the place of its tensors."""
         return map_leaves(self._leaf, value)
 
     def _leaf(self, value: Any) -> Any:
@@ -58,114 +56,123 @@ class InnerLeaves:
 
 
 class Gradients:
-    """The gradients that the stages of one rank take and give in a step."""
+    """Collects and passes on the gradients of the values between stages, for the stages of one rank."""
 
     def __init__(self, mail: Mail, users: Mapping[int, Sequence[int]]) -> None:
         self.mail = mail
         self.users = users
-        self.batch = Batch(training=False, samples=[], sizes=[])
-        self.of_inputs: list[tuple[Tensor, Tensor]] = []  # the inputs of the model, and what they get at the end
-        self._inner: dict[tuple[int, int], list[Tensor]] = {}  # by stage and microbatch: what inner leaves stand for
 
-    def begin(self, batch: Batch) -> None:
-        """Start a step with nothing left of the one before."""
-        self.of_inputs.clear()
-        self._inner.clear()
-        self.batch = batch
+    def expect_nested(
+        self, stage: int, microbatch: int, nested: NestedLeaves, flight: Flight, state: StepState
+    ) -> None:
+        """Count the leaves inside of the arguments of a call among its inputs, after the arguments themselves."""
+        flight.inputs += nested.leaves
+        state.nested_inputs[stage, microbatch] = nested.originals
 
-    def expect(self, stage: int, microbatch: int, inner: InnerLeaves, flight: Flight) -> None:
-        """The leaves inside of the arguments of a call are among the inputs, after the arguments themselves."""
-        flight.inputs += inner.leaves
-        self._inner[stage, microbatch] = inner.originals
-
-    def of_outputs(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
-        """What the stages that use this one's outputs send back, summed."""
+    def of_outputs(self, stage: PipelineStage, microbatch: int, state: StepState) -> list[Tensor | None]:
+        """Return the sums of what the stages that use this one's outputs have sent back."""
+        index = stage.stage_index
         sums: list[Tensor | None] = [None] * len(stage.flights[microbatch].outputs)
         # The last user first, as autograd sums in one graph.
-        for user in reversed(self.users[stage.stage_index]):
-            given = self.mail.take_gradients(user, stage.stage_index, microbatch)
-            if given is not None:
-                self._add_up(stage, user, microbatch, given, sums)
+        for user in reversed(self.users[index]):
+            arrival = state.gradients.pop((user, index, microbatch), None)
+            if arrival is not None:
+                self._add(stage, user, microbatch, arrival.wait(), sums, state)
         return sums
 
-    def _add_up(
-        self, stage: PipelineStage, user: int, microbatch: int, grads: list[Tensor], sums: list[Tensor | None]
+    def _add(
+        self,
+        stage: PipelineStage,
+        user: int,
+        microbatch: int,
+        grads: Sequence[Tensor],
+        sums: list[Tensor | None],
+        state: StepState,
     ) -> None:
-        ends = (stage.stage_index, user)
-        places = [place for place, meta in enumerate(self.mail.metas(ends, microbatch)) if meta.requires_grad]
+        places = self.mail.contents((stage.stage_index, user), microbatch, state).gradient_places
+        items = None if stage.ports is None else stage.ports.outgoing[user]
         for place, grad in zip(places, grads, strict=True):
-            output, root = (place, None)
-            if stage.ports is not None:
-                item = stage.ports.outgoing[user][place]
-                output, root = item.output, item.root  # type: ignore[assignment]
-            if root is not None:
-                self._keep(self.batch.roots[microbatch][root], grad)
+            output = place if items is None else items[place].output
+            if output is None:
+                assert items is not None  # an input of the model that goes on to another stage
+                self._keep(state.roots[microbatch][items[place].root], grad, state)  # type: ignore[index]
             else:
                 already = sums[output]
                 sums[output] = grad if already is None else already + grad
 
     def give_back(
-        self, stage: PipelineStage, microbatch: int, inputs: Sequence[Any], grads: Sequence[Tensor | None]
+        self,
+        stage: PipelineStage,
+        microbatch: int,
+        inputs: Sequence[Any],
+        grads: Sequence[Tensor | None],
+        state: StepState,
     ) -> None:
         """Send the gradients of the inputs to the stages that made them."""
         index = stage.stage_index
-        originals = self._inner.pop((index, microbatch), None)
+        originals = state.nested_inputs.pop((index, microbatch), None)
         if originals:
             count = len(inputs) - len(originals)
             for original, grad in zip(originals, grads[count:], strict=True):
-                self._keep(original, grad)
+                self._keep(original, grad, state)
             inputs, grads = inputs[:count], grads[:count]
-        if stage.is_first:
-            for original, grad in zip(self._originals(stage, microbatch), grads, strict=True):
-                self._keep(original, grad)
+        if not stage.is_first:
+            for source in [index - 1] if stage.ports is None else stage.ports.incoming:
+                self._send_back(stage, source, microbatch, inputs, grads, state)
             return
-        for source in [index - 1] if stage.ports is None else list(stage.ports.incoming):
-            self._send_back(stage, source, microbatch, inputs, grads)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                self._keep(_model_input(stage, place, microbatch, state), grad, state)
 
     def _send_back(
-        self, stage: PipelineStage, source: int, microbatch: int, inputs: Sequence[Any], grads: Sequence[Tensor | None]
+        self,
+        stage: PipelineStage,
+        source: int,
+        microbatch: int,
+        inputs: Sequence[Any],
+        grads: Sequence[Tensor | None],
+        state: StepState,
     ) -> None:
         index = stage.stage_index
-        places: Sequence[int] = range(len(inputs))
-        if stage.ports is not None:
-            by_place = {at: nth for nth, (origin, at) in enumerate(stage.ports.arguments) if origin == source}
-            places = [by_place[at] for at in range(len(by_place))]
-        metas = self.mail.metas((source, index), microbatch)
-        parcel = [
-            _gradient(inputs[place], grads[place], index, source)
-            for place, meta in zip(places, metas, strict=True)
-            if meta.requires_grad
-        ]
+        places = self.mail.contents((source, index), microbatch, state).gradient_places
+        arguments = None if stage.ports is None else stage.ports.argument_of[source]
+        parcel = []
+        for place in places:
+            argument = place if arguments is None else arguments[place]
+            parcel.append(_gradient(inputs[argument], grads[argument], index, source))
         if parcel:
-            self.mail.give_back(index, source, microbatch, parcel)
+            self.mail.give_back(index, source, microbatch, parcel, state)
 
-    def _originals(self, stage: PipelineStage, microbatch: int) -> list[Any]:
-        if stage.ports is None:
-            return list(self.batch.args[microbatch])
-        return [self.batch.roots[microbatch][place] for _, place in stage.ports.arguments]
-
-    def _keep(self, original: Any, grad: Tensor | None) -> None:
+    def _keep(self, original: Any, grad: Tensor | None, state: StepState) -> None:
         """Keep the gradient of an input of the model for the end of the step."""
         if grad is not None and isinstance(original, Tensor) and original.requires_grad:
-            self.of_inputs.append((original, grad))
+            state.input_gradients.append((original, grad))
 
 
-def give_to_inputs(every: Sequence[Gradients]) -> None:
-    """The gradients of the inputs of the model go on to wherever the user got them from.
+def _model_input(stage: PipelineStage, place: int, microbatch: int, state: StepState) -> Any:
+    if stage.ports is None:
+        return state.args[microbatch][place]
+    return state.roots[microbatch][stage.ports.arguments[place][1]]
+
+
+def give_to_inputs(states: Sequence[StepState]) -> None:
+    """Pass the gradients of the inputs of the model on to the graphs that the inputs came from.
 
     In one go, for the microbatches of an input, and inputs of several stages, may share a graph, which is gone after
     the first backward.
     """
-    found = [pair for gradients in every for pair in gradients.of_inputs]
+    found = [pair for state in states for pair in state.input_gradients]
     if found:
         tensors, grads = zip(*found, strict=True)
         torch.autograd.backward(tensors, grads)
 
 
 def _gradient(value: Tensor, grad: Tensor | None, stage: int, source: int) -> Tensor:
-    """What is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
+    """Return what is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
     if grad is None:
         return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    if type(grad) is Tensor and type(value) is Tensor:
+        return sendable(grad)
     lies, came = MeshLayout.of(value), MeshLayout.of(grad)
     if (lies and lies.mesh) != (came and came.mesh):
         raise PipeError(

@@ -14,9 +14,9 @@ from ..pipe_ir import PipeInfo, TracedCall, active_autocast, bind_inputs, flatte
 from ..schedule import Plan
 from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, cut_rows, split_by_dims, split_by_specs
 from .connection import EVAL, STEP, Connection
-from .examples import check_given
+from .examples import check_given, refuse_unknown
 from .loss import Objective, Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
-from .state import Batch, refuse_unknown
+from .state import StepState
 from .targets import cut_target
 from .transport.base import Meta
 
@@ -40,7 +40,7 @@ class Given:
     losses: list[Tensor] | None = None  # to be filled
 
 
-class BatchMaker:
+class InputCutter:
     """Cuts the arguments of a step, and tells all ranks the sizes of the microbatches."""
 
     def __init__(
@@ -68,26 +68,25 @@ class BatchMaker:
         self._steps_with_a_look = _STEPS_WITH_A_LOOK
         self._known: dict[Any, _Recipe] = {}
 
-    def make(self, given: Given) -> dict[int, Batch]:
+    def make(self, given: Given) -> dict[int, StepState]:
         """Return the state in which each rank that is here begins the step."""
         if self.info is None and given.kwargs:
             refuse_unknown(self.stages, given.kwargs)
         calls = self._calls(given) if self.first in self.connection.ranks else None
         shared = self._share(given.training, calls)
-        batches = {}
+        states = {}
         for rank in self.connection.ranks:
-            loss_kwargs = given.loss_kwargs or {}
-            batch = Batch(given.training, shared.samples, shared.sizes, loss_kwargs=loss_kwargs)
-            batch.merge_spec = given.merge_spec
-            batch.keep_results, batch.weights, batch.seed = given.return_outputs, shared.weights, shared.seed
+            state = StepState(given.training, shared.samples, shared.sizes, shared.seed)
+            state.loss_kwargs, state.weights = given.loss_kwargs or {}, shared.weights
+            state.keep_results, state.merge_spec = given.return_outputs, given.merge_spec
             if calls is not None and rank == self.first:
-                batch.args, batch.kwargs, batch.roots = calls.args, calls.kwargs, calls.roots
+                state.args, state.kwargs, state.roots = calls.made.args, calls.made.kwargs, calls.roots
             elif self.info is None and given.kwargs:
-                batch.kwargs = self._own_kwargs(rank, given.kwargs, shared)
+                state.kwargs = self._own_kwargs(rank, given.kwargs, shared)
             if rank == self.last:
-                self._give_target(batch, given.target, shared)
-            batches[rank] = batch
-        return batches
+                self._give_target(state, given.target, shared)
+            states[rank] = state
+        return states
 
     def _calls(self, given: Given) -> Calls:
         """Cut the arguments, on the rank of the first stage; those like arguments seen before without a check."""
@@ -165,17 +164,17 @@ class BatchMaker:
             )
         return own.kwargs
 
-    def _give_target(self, batch: Batch, target: Any, shared: _Shared) -> None:
+    def _give_target(self, state: StepState, target: Any, shared: _Shared) -> None:
         """Add what the loss needs, on the rank of the last stage."""
-        batch.in_order = shared.in_order
-        self.objective.check(target, batch.loss_kwargs, training=batch.training)
+        state.in_order = shared.in_order
+        self.objective.check(target, state.loss_kwargs, training=state.training)
         if target is not None:
             first, in_order = shared.samples_first, shared.in_order
-            batch.targets = cut_target(target, batch.samples, self.target_spec, samples_first=first, in_order=in_order)
+            state.targets = cut_target(target, state.samples, self.target_spec, samples_first=first, in_order=in_order)
         if self.weighing is not None and self.weighing.source != "arguments":
-            keywords = batch.kwargs or [{}] * self.microbatches
-            parts = batch.targets if self.weighing.source == "target" else keywords
-            batch.weights = self.weighing.of(parts, training=batch.training)
+            keywords = state.kwargs or [{}] * self.microbatches
+            parts = state.targets if self.weighing.source == "target" else keywords
+            state.weights = self.weighing.of(parts, training=state.training)
 
 
 @dataclass(frozen=True)

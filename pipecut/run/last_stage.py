@@ -1,4 +1,4 @@
-"""The end of the model: its result, and the loss at which the backward begins."""
+"""The last stage after its module has run: the loss at which the backward begins, and the results of the batch."""
 
 from __future__ import annotations
 
@@ -12,93 +12,122 @@ from ..errors import InputError
 from ..pipe_ir import flatten, map_leaves, unflatten
 from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
 from .loss import Losses, Objective
-from .state import Batch
-
-# MERGED: The outputs of the microbatches, put together to that of the batch.
+from .state import StepState
 
 
-def _refuse_unmergeable(result: Any, batch: Batch, microbatch: int) -> None:
-    """An output that cannot be put together is refused before there are gradients."""
-    check_merge_spec(result, batch.merge_spec)
-    if batch.merge_spec is None and len(batch.samples) > 1:
-        sizes, rows = [batch.samples[microbatch]], _known_rows(batch, [microbatch])
-        merge_chunks([result], None, sizes=sizes, rows=rows, in_order=batch.in_order)
-
-
-def _known_rows(batch: Batch, microbatches: Sequence[int]) -> list[set[int]]:
-    """An output with as many rows as the target has rows or elements has some of them for each sample."""
-    found = []
-    for microbatch in microbatches:
-        leaves, _ = flatten(None if batch.targets is None else batch.targets[microbatch])
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-        found.append({number for tensor in tensors for number in (tensor.shape[0], tensor.numel())})
-    return found
-
-
-def merged(batch: Batch, losses: Losses, *, scaled: bool) -> Any:
-    """The output of the batch; the loss in it is that of the batch."""
-    results = [batch.results[number] for number in sorted(batch.results)]
-    if len(results) == 1 and batch.merge_spec is None:
-        return results[0]  # whatever it is
-    rows = _known_rows(batch, sorted(batch.results))
-    output = merge_chunks(
-        results, batch.merge_spec, batch.samples, weights=batch.loss_weights, rows=rows, in_order=batch.in_order
-    )
-    if scaled or batch.loss_place is None or batch.merge_spec is not None:
-        return output
-    leaves, structure = flatten(output)
-    first = losses.in_order()[0]
-    leaves[batch.loss_place] = torch.full_like(first, losses.total(scaled=False))
-    return unflatten(structure, leaves)
-
-
-class Ending:
-    """What the last stage does besides its module."""
+class LastStage:
+    """Makes the loss of a microbatch from what the last stage returned, and keeps the result if it is asked for."""
 
     def __init__(self, objective: Objective, *, scale_gradients: bool) -> None:
         self.objective = objective
         self.scale_gradients = scale_gradients
-        self.in_loss_fn = False
+        self._mergeable: tuple[Any, ...] | None = None  # the kind of the last result that was seen to be mergeable
 
-    def reach(self, stage: PipelineStage, microbatch: int, flight: Flight, batch: Batch) -> None:
-        """The last stage has run its module."""
+    def finish_forward(self, stage: PipelineStage, microbatch: int, flight: Flight, state: StepState) -> None:
+        """Make the loss of a microbatch, and keep its result."""
         output = stage.select_output(flight.result)
-        with torch.set_grad_enabled(batch.training):
-            self.in_loss_fn = not self.objective.is_own
-            target = None if batch.targets is None else batch.targets[microbatch]
+        is_own = self.objective.loss_fn is None
+        target = None if state.targets is None else state.targets[microbatch]
+        with torch.set_grad_enabled(state.training):
+            state.in_loss_fn = not is_own
             # A loss of the model's own is found by its name, which only the whole result has.
-            loss = self.objective.loss(flight.result if self.objective.is_own else output, target, batch.loss_kwargs)
-            self.in_loss_fn = False
-        if batch.training or loss is not None:
-            self._begin_with(self.objective.checked(loss, flight.result, microbatch), stage, microbatch, flight, batch)
-            if self.objective.is_own:
+            loss = self.objective.loss(flight.result if is_own else output, target, state.loss_kwargs)
+            state.in_loss_fn = False
+        if state.training or loss is not None:
+            self._begin_with(self.objective.checked(loss, flight.result, microbatch), stage, microbatch, flight, state)
+            if is_own:
                 leaves, _ = flatten(output)
-                batch.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
-        if batch.keep_results:
-            result = _detached(output)
-            if not batch.results:
-                _refuse_unmergeable(result, batch, microbatch)
-            batch.results[microbatch] = result
-        if batch.training:
+                state.loss_place = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)
+        if state.keep_results:
+            result = output.detach() if type(output) is Tensor else _detached(output)
+            if not state.results:
+                self._refuse_unmergeable(result, microbatch, state)
+            state.results[microbatch] = result
+        if state.training:
             flight.result = None
 
-    def _begin_with(self, loss: Tensor, stage: PipelineStage, microbatch: int, flight: Flight, batch: Batch) -> None:
-        """The backward will begin with this loss."""
-        if batch.training and not loss.requires_grad and _needs_gradient(stage, flight):
+    def _begin_with(
+        self, loss: Tensor, stage: PipelineStage, microbatch: int, flight: Flight, state: StepState
+    ) -> None:
+        """Let the backward of a microbatch begin with this loss."""
+        if state.training and not loss.requires_grad and _needs_gradient(stage, flight):
             maker = "the model" if self.objective.is_own else "loss_fn"
             raise InputError(
                 f"the loss needs no gradient, though parameters do: {maker} must not detach the output, nor run under "
                 "torch.no_grad()"
             )
         # A copy: a reduced loss may lie in a storage as large as the output.
-        batch.losses[microbatch] = full_tensor(loss.detach()).clone()
+        detached = loss.detach()
+        kept = (detached if type(detached) is Tensor else full_tensor(detached)).clone()
+        state.losses[microbatch] = kept
         # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
-        has_weight = batch.loss_weights[microbatch] > 0 or not self.scale_gradients
-        flight.loss = loss if has_weight else batch.losses[microbatch]
+        has_weight = not self.scale_gradients or (state.weights or state.samples)[microbatch] > 0
+        flight.loss = loss if has_weight else kept
 
-    def gradient(self, loss: Tensor, microbatch: int, batch: Batch) -> Tensor:
-        """The gradient of a microbatch's loss: how much of the batch's loss it is."""
-        return torch.full_like(loss, batch.weight(microbatch) if self.scale_gradients else 1.0)
+    def gradient(self, loss: Tensor, microbatch: int, state: StepState) -> Tensor:
+        """Return the gradient of a microbatch's loss: its part of the loss of the batch."""
+        weights = state.weights or state.samples
+        return torch.full_like(loss, weights[microbatch] / sum(weights) if self.scale_gradients else 1.0)
+
+    def _refuse_unmergeable(self, result: Any, microbatch: int, state: StepState) -> None:
+        """Raise on an output that cannot be merged, before there are gradients; one like the last is not tried."""
+        samples = state.samples[microbatch]
+        if _has_a_row_per_sample([result], [samples], state):
+            return
+        leaves, structure = flatten(result)
+        rows = _known_rows(state, [microbatch])
+        kinds = [leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+        kind = (*structure.paths(), *kinds, samples, len(state.samples), *map(frozenset, rows), state.in_order)
+        if kind == self._mergeable:
+            return
+        check_merge_spec(result, state.merge_spec)
+        if state.merge_spec is None and len(state.samples) > 1:
+            merge_chunks([result], None, sizes=[samples], rows=rows, in_order=state.in_order)
+        self._mergeable = kind
+
+
+def merged(state: StepState, losses: Losses, *, scaled: bool) -> Any:
+    """Return the output of the batch; the loss in it is that of the batch."""
+    numbers = sorted(state.results)
+    results = [state.results[number] for number in numbers]
+    if len(results) == 1 and state.merge_spec is None:
+        return results[0]  # whatever it is
+    if _has_a_row_per_sample(results, state.samples, state):
+        return torch.cat(results)
+    rows = _known_rows(state, numbers)
+    output = merge_chunks(
+        results, state.merge_spec, state.samples, weights=state.loss_weights, rows=rows, in_order=state.in_order
+    )
+    if scaled or state.loss_place is None or state.merge_spec is not None:
+        return output
+    leaves, structure = flatten(output)
+    first = losses.in_order()[0]
+    leaves[state.loss_place] = torch.full_like(first, losses.total(scaled=False))
+    return unflatten(structure, leaves)
+
+
+def _has_a_row_per_sample(results: Sequence[Any], samples: Sequence[int], state: StepState) -> bool:
+    """Return True for plain tensors that need nothing but to be joined along dim 0, the most common results."""
+    first = results[0]
+    if state.merge_spec is not None or not state.in_order or type(first) is not Tensor or not first.dim():
+        return False
+    kind = (first.shape[1:], first.dtype, first.device)
+    for result, count in zip(results, samples, strict=True):
+        if type(result) is not Tensor or not result.dim() or result.shape[0] != count:
+            return False
+        if (result.shape[1:], result.dtype, result.device) != kind:
+            return False
+    return True
+
+
+def _known_rows(state: StepState, microbatches: Sequence[int]) -> list[set[int]]:
+    """Return the numbers of rows and elements of the targets: an output with as many has some of them per sample."""
+    found = []
+    for microbatch in microbatches:
+        leaves, _ = flatten(None if state.targets is None else state.targets[microbatch])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        found.append({number for tensor in tensors for number in (tensor.shape[0], tensor.numel())})
+    return found
 
 
 def _needs_gradient(stage: PipelineStage, flight: Flight) -> bool:

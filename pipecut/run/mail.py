@@ -1,4 +1,4 @@
-"""What a rank sends and receives in a step: parcels on their way in and out, and those between its own stages."""
+"""Parcels of one rank in a step: what it sends and receives, and what its own stages hand to each other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from torch import Tensor
 from ..errors import PipeError
 from ..schedule import Action, Op, Plan
 from ..stage import Flight, MeshLayout, PipelineStage, local_part, placement_of, ready_to_send
-from .parcels import Ends, Kind, Parcels, WholeTensors, joints_of
+from .parcels import Contents, Ends, Kind, Parcels, WholeTensors, joints_of
 from .random_numbers import RandomNumbers
-from .state import Batch
+from .state import Key, StepState
 from .transport.base import Arrival, Meta, Ready, Transport
 
-Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
+
+def sendable(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be sent as it lies in memory: mostly the tensor itself."""
+    is_ready = type(tensor) is Tensor and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor if is_ready else ready_to_send(tensor)
 
 
 class Mail:
-    """The parcels of one rank. Receives are posted when it is known what will come, and waited for when it is used."""
+    """Sends and receives the parcels of one rank.
+
+    A receive is posted when it is known what will arrive, and waited for when a computation needs it.
+    """
 
     def __init__(
         self,
@@ -34,148 +41,165 @@ class Mail:
         self.parcels = parcels
         self.transport = transport
         self.random_numbers = random_numbers
-        self.batch = Batch(training=False, samples=[], sizes=[])
-        self.activations: dict[Key, Arrival] = {}  # that have arrived, or will, and were not used yet
-        self.gradients: dict[Key, Arrival] = {}
-        self._outgoing: dict[Key, list[Tensor]] = {}
+        self._contents: dict[tuple[Ends, tuple[int, ...], bool], Contents] = {}  # by Kind
 
-    def begin(self, batch: Batch) -> None:
-        """Start a step with nothing left of the one before."""
-        self.activations.clear()
-        self.gradients.clear()
-        self._outgoing.clear()
-        self.batch = batch
+    def contents(self, ends: Ends, microbatch: int, state: StepState) -> Contents:
+        """Return what is in the parcel between two stages, which is known by now."""
+        known = self._contents.get((ends, state.sizes[microbatch], state.training))
+        return known if known is not None else self._first_contents(ends, microbatch, state)
 
-    def take(self, source: int, target: int, microbatch: int) -> list[Any]:
-        """The values of a parcel, ready to be differentiated."""
-        metas = self.metas((source, target), microbatch)
-        parcel = self.activations.pop((source, target, microbatch), None)
-        values = self._local_roots(target, microbatch) if parcel is None else parcel.wait()
-        self.random_numbers.arrived(target, microbatch, values[len(metas) :])
-        training = self.batch.training
-        return [
-            value.requires_grad_(training and meta.requires_grad)
-            for value, meta in zip(values[: len(metas)], metas, strict=True)
-        ]
-
-    def wait_for(self, action: Action) -> None:
-        """Wait until everything is here that a computation needs."""
-        for leaf in action.leaves:
-            waiting = self.activations if leaf.op is Op.FORWARD else self.gradients
-            for key in [key for key in waiting if key[1:] == (leaf.stage, leaf.microbatch)]:
-                waiting[key] = Ready(waiting[key].wait())
-
-    def _local_roots(self, target: int, microbatch: int) -> list[Tensor]:
-        """Inputs of the model for a later stage on the first stage's rank, where nobody has to hand them over."""
-        ports = self.stages[target].ports
-        assert ports is not None  # a module that was cut by hand has its inputs from the stage before it
-        roots = self.batch.roots[microbatch]
-        return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
-
-    def _kind(self, ends: Ends, microbatch: int) -> Kind:
-        return Kind(ends, self.batch.sizes[microbatch], self.batch.training)
-
-    def metas(self, ends: Ends, microbatch: int) -> tuple[Meta, ...]:
-        metas = self.parcels.metas(self._kind(ends, microbatch))
+    def _first_contents(self, ends: Ends, microbatch: int, state: StepState) -> Contents:
+        kind = Kind(ends, state.sizes[microbatch], state.training)
+        metas = self.parcels.metas(kind)
         assert metas is not None  # a parcel is described before it comes
-        return metas
+        made = self._contents[kind] = Contents.of(metas)
+        return made
 
-    def hand_over(self, source: int, target: int, microbatch: int, flight: Flight) -> None:
+    # ------------------------------------------------------------------------------------------------------ activations
+
+    def hand_over(self, source: int, target: int, microbatch: int, flight: Flight, state: StepState) -> None:
         """Pack what goes to another stage: kept for its send, or given to a stage of this rank."""
-        parcel = self._parcel(source, target, microbatch, flight)
+        parcel = self._parcel(source, target, microbatch, flight, state)
         key = (source, target, microbatch)
         if self.rank_of[target] == self.transport.rank:
-            self._describe(key, parcel)
-            self.activations[key] = Ready([tensor.detach() for tensor in parcel])
+            self._describe(key, parcel, state)
+            state.activations[key] = Ready([tensor.detach() for tensor in parcel])
         else:
-            self._outgoing[key] = parcel
+            state.outgoing[key] = parcel
 
-    def _describe(self, key: tuple[int, int, int], parcel: Sequence[Tensor]) -> None:
-        """Make sure that the receiver knows what comes, and that it is what it expects."""
-        source, target, microbatch = key
-        ends = (source, target)
-        self.parcels.tell(self._kind(ends, microbatch), self.transport, self.rank_of[target], parcel)
-        self._check_parcel(ends, microbatch, parcel)
-
-    def _parcel(self, source: int, target: int, microbatch: int, flight: Flight) -> list[Tensor]:
+    def _parcel(self, source: int, target: int, microbatch: int, flight: Flight, state: StepState) -> list[Tensor]:
         ports = self.stages[source].ports
         if ports is None:
-            return [ready_to_send(output) for output in flight.outputs]
-        roots = self.batch.roots[microbatch] if source == 0 else {}
+            return [sendable(output) for output in flight.outputs]
+        roots = state.roots[microbatch] if source == 0 else {}
         return [
-            ready_to_send(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
+            sendable(flight.outputs[item.output] if item.output is not None else roots[item.root])  # type: ignore[index]
             for item in ports.outgoing.get(target, ())
         ]
 
-    def _check_parcel(self, ends: Ends, microbatch: int, parcel: Sequence[Tensor]) -> None:
-        """What is sent is what the receiver expects; a gradient that nobody asked for would be lost in silence."""
-        for place, (tensor, meta) in enumerate(zip(parcel, self.metas(ends, microbatch), strict=True)):
-            asked_for = meta.requires_grad or not tensor.requires_grad or not self.batch.training
-            alike = tuple(tensor.shape) == meta.whole_shape and tensor.dtype == meta.dtype
-            if alike and asked_for and placement_of(MeshLayout.of(tensor)) == placement_of(meta.on_mesh):
-                continue
-            name, got = self.parcels.names(ends)[place], Meta.of(tensor)
-            source, target = ends
-            raise PipeError(
-                f"{name}, which goes from stage {source} to stage {target}, is {got} here, and stage {target} expects "
-                f"{meta}: {self.parcels.remedy(source, got, meta)}"
-            )
-
-    def send_activations(self, action: Action) -> None:
-        key = (action.stage, action.other_stage, number(action))
-        parcel = self._outgoing.pop(key, None)
+    def send_activations(self, action: Action, state: StepState) -> None:
+        """Send what a stage made for another one."""
+        target, microbatch = action.other_stage, action.microbatch
+        assert microbatch is not None  # a proven plan
+        key = (action.stage, target, microbatch)
+        parcel = state.outgoing.pop(key, None)
         if parcel is None:  # an input of the model that is sent before the first stage has run
-            parcel = self._parcel(*key, Flight([], []))
-        self._describe(key, parcel)
-        parcel = parcel + self.random_numbers.outgoing(*key)
+            parcel = self._parcel(*key, Flight([], []), state)
+        contents = self._describe(key, parcel, state)
+        if not contents.is_plain:
+            parcel = [local_part(tensor) for tensor in parcel]
+        if self.random_numbers.travel:
+            parcel = parcel + self.random_numbers.outgoing(*key, state)
         if parcel:
-            self.transport.send(self.rank_of[key[1]], [local_part(tensor) for tensor in parcel])
+            self.transport.send(self.rank_of[target], parcel)
 
-    def send_gradients(self, action: Action) -> None:
-        parcel = self._outgoing.pop((action.stage, action.other_stage, number(action)), None)
-        if parcel:
-            self.transport.send(self.rank_of[action.other_stage], [local_part(grad) for grad in parcel])
+    def _describe(self, key: Key, parcel: Sequence[Tensor], state: StepState) -> Contents:
+        """Make sure that the receiver knows what comes, and that it is what it expects."""
+        source, target, microbatch = key
+        ends = (source, target)
+        if self.parcels.are_learnt:
+            kind = Kind(ends, state.sizes[microbatch], state.training)
+            self.parcels.tell(kind, self.transport, self.rank_of[target], parcel)
+        contents = self.contents(ends, microbatch, state)
+        training = state.training
+        for place, (tensor, meta) in enumerate(zip(parcel, contents.metas, strict=True)):
+            # A gradient that nobody asked for would be lost in silence.
+            asked_for = meta.requires_grad or not tensor.requires_grad or not training
+            is_plain = type(tensor) is Tensor and meta.on_mesh is None
+            if is_plain and asked_for and tensor.dtype == meta.dtype and tensor.shape == meta.shape:
+                continue
+            alike = tensor.shape == meta.whole_shape and tensor.dtype == meta.dtype
+            if not (asked_for and alike and placement_of(MeshLayout.of(tensor)) == placement_of(meta.on_mesh)):
+                self._refuse(ends, place, tensor, meta)
+        return contents
 
-    def post(self, action: Action) -> None:
-        """Post a receive, unless it is posted already."""
-        microbatch = number(action)
-        forward = action.op is Op.RECV_F
-        ends = (action.other_stage, action.stage) if forward else (action.stage, action.other_stage)
-        waiting = self.activations if forward else self.gradients
-        key = (action.other_stage, action.stage, microbatch)
-        if key in waiting:
-            return
-        peer = self.rank_of[action.other_stage]
-        if forward:
-            self.parcels.learn(self._kind(ends, microbatch), self.transport, peer)
-        metas = self.metas(ends, microbatch)
-        along = self.random_numbers.expected(*ends) if forward else ()
-        wanted = metas + along if forward else [meta.of_gradient for meta in metas if meta.requires_grad]
-        joints = joints_of(wanted, self.stages[action.stage])
-        if wanted or forward:
-            arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
-            waiting[key] = WholeTensors(arrival, joints) if joints else arrival
+    def _refuse(self, ends: Ends, place: int, tensor: Tensor, meta: Meta) -> None:
+        (source, target), got = ends, Meta.of(tensor)
+        raise PipeError(
+            f"{self.parcels.names(ends)[place]}, which goes from stage {source} to stage {target}, is {got} here, and "
+            f"stage {target} expects {meta}: {self.parcels.remedy(source, got, meta)}"
+        )
 
-    def size_of(self, action: Action) -> int | None:
-        """The bytes that will arrive, if that is known."""
-        ends = (action.other_stage, action.stage) if action.op is Op.RECV_F else (action.stage, action.other_stage)
-        metas = self.parcels.metas(self._kind(ends, number(action)))
-        return None if metas is None else sum(meta.bytes for meta in metas)
+    def take(self, source: int, target: int, microbatch: int, state: StepState) -> list[Any]:
+        """Return the values of a parcel as leaves of the graph of the stage that they are for."""
+        metas = self.contents((source, target), microbatch, state).metas
+        arrival = state.activations.pop((source, target, microbatch), None)
+        values = self._local_roots(target, microbatch, state) if arrival is None else arrival.wait()
+        if len(values) > len(metas):
+            self.random_numbers.arrived(target, microbatch, values[len(metas) :], state)
+            values = values[: len(metas)]
+        if state.training:
+            for value, meta in zip(values, metas, strict=True):
+                value.requires_grad_(meta.requires_grad)
+        return values
 
-    def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor]) -> None:
-        """Gradients for the stage that made the values: kept for their send, or given to a stage of this rank."""
+    def _local_roots(self, target: int, microbatch: int, state: StepState) -> list[Tensor]:
+        """Return inputs of the model for a later stage on the first stage's rank, where nobody hands them over."""
+        ports = self.stages[target].ports
+        assert ports is not None  # a module that was cut by hand has its inputs from the stage before it
+        roots = state.roots[microbatch]
+        return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+
+    def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor], state: StepState) -> None:
+        """Pack gradients for the stage that made the values: kept for their send, or given to a stage of this rank."""
         key = (stage, source, microbatch)
         if self.rank_of[source] == self.transport.rank:
-            self.gradients[key] = Ready(parcel)
+            state.gradients[key] = Ready(parcel)
         else:
-            self._outgoing[key] = parcel
+            state.outgoing[key] = parcel
 
-    def take_gradients(self, user: int, stage: int, microbatch: int) -> list[Tensor] | None:
-        """The gradients that a user of a stage's values gives back, if there are any."""
-        parcel = self.gradients.pop((user, stage, microbatch), None)
-        return None if parcel is None else parcel.wait()
+    def send_gradients(self, action: Action, state: StepState) -> None:
+        """Send the gradients of what another stage made."""
+        source, microbatch = action.other_stage, action.microbatch
+        assert microbatch is not None  # a proven plan
+        parcel = state.outgoing.pop((action.stage, source, microbatch), None)
+        if parcel:
+            is_plain = self.contents((source, action.stage), microbatch, state).is_plain
+            self.transport.send(self.rank_of[source], parcel if is_plain else [local_part(grad) for grad in parcel])
 
+    # --------------------------------------------------------------------------------------------------------- receives
 
-def number(action: Action) -> int:
-    assert action.microbatch is not None  # a proven plan
-    return action.microbatch
+    def post(self, action: Action, state: StepState) -> None:
+        """Post a receive, unless it is posted already."""
+        other, microbatch = action.other_stage, action.microbatch
+        assert microbatch is not None  # a proven plan
+        forward = action.op is Op.RECV_F
+        waiting = state.activations if forward else state.gradients
+        key = (other, action.stage, microbatch)
+        if key in waiting:
+            return
+        peer = self.rank_of[other]
+        ends = (other, action.stage) if forward else (action.stage, other)
+        if forward and self.parcels.are_learnt:
+            self.parcels.learn(Kind(ends, state.sizes[microbatch], state.training), self.transport, peer)
+        contents = self.contents(ends, microbatch, state)
+        wanted = contents.metas if forward else contents.gradient_metas
+        if forward and self.random_numbers.travel:
+            wanted += self.random_numbers.expected(*ends)
+        if not wanted and not forward:
+            return
+        arrival: Arrival = self.transport.receive(peer, wanted) if wanted else Ready([])
+        if not contents.is_plain:
+            joints = joints_of(wanted, self.stages[action.stage])
+            arrival = WholeTensors(arrival, joints) if joints else arrival
+        waiting[key] = arrival
+
+    def size_of(self, action: Action, state: StepState) -> int | None:
+        """Return the bytes that will arrive, if that is known."""
+        assert action.microbatch is not None  # a proven plan
+        other, sizes = action.other_stage, state.sizes[action.microbatch]
+        ends = (other, action.stage) if action.op is Op.RECV_F else (action.stage, other)
+        known = self._contents.get((ends, sizes, state.training))
+        if known is None:
+            metas = self.parcels.metas(Kind(ends, sizes, state.training))
+            return None if metas is None else Contents.of(metas).bytes
+        return known.bytes
+
+    def wait_for(self, action: Action, state: StepState) -> None:
+        """Wait until everything is here that a computation needs."""
+        for leaf in action.leaves:
+            waiting = state.activations if leaf.op is Op.FORWARD else state.gradients
+            for key in [key for key in waiting if key[1:] == (leaf.stage, leaf.microbatch)]:
+                waiting[key] = Ready(waiting[key].wait())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -89,15 +90,36 @@ def _from_words(words: list[int]) -> MeshLayout:
 
 
 class Kind(NamedTuple):
-    """What parcels have in common that have the same contents, but for the values."""
+    """The key of parcels that have the same contents, but for the values."""
 
     ends: Ends
     sizes: tuple[int, ...]  # of the microbatch: its symbolic dims, or a number that stands for all shapes
     training: bool
 
 
+@dataclass(frozen=True)
+class Contents:
+    """The values in a parcel, and those of them that get a gradient."""
+
+    metas: tuple[Meta, ...]
+    gradient_places: tuple[int, ...]
+    gradient_metas: tuple[Meta, ...]
+    bytes: int
+    is_plain: bool  # False if there is a DTensor
+
+    @classmethod
+    def of(cls, metas: tuple[Meta, ...]) -> Contents:
+        """Make it from the metas of all values."""
+        places = tuple(place for place, meta in enumerate(metas) if meta.requires_grad)
+        gradients = tuple(metas[place].of_gradient for place in places)
+        is_plain = all(meta.on_mesh is None for meta in metas)
+        return cls(metas, places, gradients, sum(meta.bytes for meta in metas), is_plain)
+
+
 class TracedParcels:
     """Parcels of a traced model: their shapes follow from the symbolic dims of a microbatch."""
+
+    are_learnt = False
 
     def __init__(self, info: PipeInfo, items: Mapping[Ends, Sequence[Item]]) -> None:
         self.symbols = sorted(str(symbol) for symbol in info.call.dims)
@@ -139,10 +161,10 @@ class TracedParcels:
         )
 
     def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
-        """Nothing: all is known."""
+        """Do nothing: everything is known."""
 
     def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
-        """Nothing: all is known."""
+        """Do nothing: everything is known."""
 
 
 def _meta(spec: TensorSpec) -> Meta:
@@ -151,6 +173,8 @@ def _meta(spec: TensorSpec) -> Meta:
 
 class LearntParcels:
     """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
+
+    are_learnt = True
 
     def __init__(self) -> None:
         self._known: dict[Kind, tuple[Meta, ...]] = {}

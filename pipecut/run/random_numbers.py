@@ -1,12 +1,11 @@
-"""What the forwards of a step draw their random numbers from, as the option `random_numbers` of a schedule says."""
+"""Sources of the random numbers that the forwards of a step draw, one for each value of the option `random_numbers`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,107 +14,89 @@ from ..errors import InputError
 from ..schedule import Dataflow
 from ..stage import Generators, PipelineStage, RandomStream, derive_seed
 from ..text import did_you_mean
+from .state import StepState
 from .transport.base import Meta
 
 
-class RandomNumbers(Protocol):
-    """The random numbers of the stages of one rank.
+class RandomNumbers:
+    """The random numbers of the stages of one rank: here, from the default generators of each process.
 
-    Some go on where the stage before has left off, and need its state: it goes along with the parcel to the next stage.
+    Those that `travel` go on where the stage before has left off: the state of their generators goes along with the
+    parcel to the next stage.
     """
 
-    def begin(self, seed: int) -> None:
-        """Start a step, with the seed that all ranks have."""
-
-    def forward(self, stage: PipelineStage, microbatch: int) -> AbstractContextManager[object]:
-        """A context for the forward of a stage, and for the loss at its end."""
-
-    def expected(self, source: int, target: int) -> tuple[Meta, ...]:
-        """What comes along with a parcel."""
-
-    def outgoing(self, source: int, target: int, microbatch: int) -> list[Tensor]:
-        """What goes along with a parcel to another rank."""
-
-    def arrived(self, target: int, microbatch: int, states: list[Tensor]) -> None:
-        """Take what came along with a parcel."""
-
-
-class _PerProcess:
-    """All draw from the default generators of their process, in the order in which they run."""
+    travel = False
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None: ...
 
-    def begin(self, seed: int) -> None: ...
-
-    def forward(self, stage: PipelineStage, microbatch: int) -> AbstractContextManager[object]:
+    def forward(self, stage: PipelineStage, microbatch: int, state: StepState) -> AbstractContextManager[object]:
+        """Return a context for the forward of a stage, and for the loss at its end."""
         return contextlib.nullcontext()
 
     def expected(self, source: int, target: int) -> tuple[Meta, ...]:
+        """Return the description of what comes along with a parcel."""
         return ()
 
-    def outgoing(self, source: int, target: int, microbatch: int) -> list[Tensor]:
+    def outgoing(self, source: int, target: int, microbatch: int, state: StepState) -> list[Tensor]:
+        """Return what goes along with a parcel to another rank."""
         return []
 
-    def arrived(self, target: int, microbatch: int, states: list[Tensor]) -> None: ...
+    def arrived(self, target: int, microbatch: int, states: list[Tensor], state: StepState) -> None:
+        """Take what came along with a parcel."""
 
 
-class _PerStage(_PerProcess):
-    """Each stage has a stream of its own for each microbatch."""
+class _PerStage(RandomNumbers):
+    """A stream of its own for each stage and microbatch."""
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
         self.generators = {index: Generators(stage.device) for index, stage in stages.items()}
-        self.seed = 0
 
-    def begin(self, seed: int) -> None:
-        self.seed = seed
-
-    def forward(self, stage: PipelineStage, microbatch: int) -> AbstractContextManager[object]:
+    def forward(self, stage: PipelineStage, microbatch: int, state: StepState) -> AbstractContextManager[object]:
         index = stage.stage_index
-        return RandomStream(self.generators[index], derive_seed(self.seed, index, microbatch))
+        return RandomStream(self.generators[index], derive_seed(state.seed, index, microbatch))
 
 
 class _AsUncut(_PerStage):
-    """Each microbatch has one stream for its way through all stages, as it has for its way through the model."""
+    """One stream for each microbatch on its way through all stages, as it has on its way through the uncut model."""
+
+    travel = True
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
         super().__init__(stages)
         self.devices = {index: stage.device for index, stage in stages.items()}
         self.bytes = {index: generators.state().numel() for index, generators in self.generators.items()}
-        self.states: dict[tuple[int, int], Tensor] = {}  # by the stage that goes on from there, and the microbatch
-
-    def begin(self, seed: int) -> None:
-        super().begin(seed)
-        self.states.clear()
 
     @contextlib.contextmanager
-    def forward(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
-        index = stage.stage_index
-        begin = derive_seed(self.seed, microbatch) if stage.is_first else self.states.pop((index, microbatch))
+    def forward(self, stage: PipelineStage, microbatch: int, state: StepState) -> Iterator[None]:
+        index, states = stage.stage_index, state.random_states
+        begin = derive_seed(state.seed, microbatch) if stage.is_first else states.pop((index, microbatch))
         with RandomStream(self.generators[index], begin, keep_end=not stage.is_last) as stream:
             yield
         if not stage.is_last:
-            self.states[index + 1, microbatch] = stream.end
+            states[index + 1, microbatch] = stream.end
 
     def expected(self, source: int, target: int) -> tuple[Meta, ...]:
         return (Meta((self.bytes[target],), torch.uint8, False),) if target == source + 1 else ()
 
-    def outgoing(self, source: int, target: int, microbatch: int) -> list[Tensor]:
-        return [self.states.pop((target, microbatch)).to(self.devices[source])] if target == source + 1 else []
+    def outgoing(self, source: int, target: int, microbatch: int, state: StepState) -> list[Tensor]:
+        if target != source + 1:
+            return []
+        return [state.random_states.pop((target, microbatch)).to(self.devices[source])]
 
-    def arrived(self, target: int, microbatch: int, states: list[Tensor]) -> None:
-        for state in states:
-            self.states[target, microbatch] = state.cpu()
+    def arrived(self, target: int, microbatch: int, states: list[Tensor], state: StepState) -> None:
+        for each in states:
+            state.random_states[target, microbatch] = each.cpu()
 
 
-KINDS: Mapping[str, Callable[[Mapping[int, PipelineStage]], RandomNumbers]] = {
+KINDS: Mapping[str, type[RandomNumbers]] = {
     "per_stage": _PerStage,
     "as_uncut": _AsUncut,
-    "per_process": _PerProcess,
+    "per_process": RandomNumbers,
 }
 
 
 def checked_kind(kind: str) -> str:
-    """A kind that there is."""
+    """Validate the option `random_numbers` of a schedule."""
     if kind not in KINDS:
         known = ", ".join(map(repr, KINDS))
         raise InputError(f"random_numbers={kind!r} is not known: it is one of {known}.{did_you_mean(str(kind), KINDS)}")
@@ -123,8 +104,8 @@ def checked_kind(kind: str) -> str:
 
 
 def with_states(dataflow: Dataflow, kind: str) -> Dataflow:
-    """What goes from stage to stage, and the states of random streams: they go to the next one in any case."""
+    """Add the edges along which the states of random streams travel: from each stage to the next, in any case."""
     if kind != "as_uncut":
         return dataflow
-    steps = {(stage, stage + 1) for stage in range(dataflow.stages - 1)}
-    return replace(dataflow, activations=dataflow.activations | steps)
+    edges = {(stage, stage + 1) for stage in range(dataflow.stages - 1)}
+    return replace(dataflow, activations=dataflow.activations | edges)

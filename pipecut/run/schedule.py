@@ -17,11 +17,11 @@ from .connection import MEAN_LOSS, Connection, checked
 from .custom import CustomFunction, checked_op
 from .executor import Observer
 from .failure import END
-from .inputs import BatchMaker, Given
+from .inputs import Given, InputCutter
 from .last_stage import merged
 from .loss import NUMBERS, Losses, LossWeight, Objective, mean_from, weighing_of
 from .random_numbers import checked_kind, with_states
-from .runner import OpenSteps, Runner
+from .runner import LossProbing, Runner
 from .setup import Assembly, dataflow_of, forward_part
 from .ties import declared_ties, ties_of_pipe, with_ties
 
@@ -106,7 +106,7 @@ class PipelineSchedule:
         self._merge_spec = output_merge_spec
         self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
         self._objective = Objective(loss_fn)
-        self._open_steps = OpenSteps(self._objective)
+        self._probing = LossProbing(self._objective)
         self._loss_weight = loss_weight
         self._seeds = None if random_numbers == "per_process" else StepSeeds()
         self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
@@ -133,7 +133,7 @@ class PipelineSchedule:
         self._connection = Connection(self.stages, self.plan, self._timeout)
         self.in_process = self._connection.in_process
         self._weighing = weighing_of(self._loss_weight, self._objective, self.info, self.scale_grads)
-        self._batches = BatchMaker(
+        self._cutter = InputCutter(
             self.plan,
             self.info,
             self.stages,
@@ -211,21 +211,17 @@ class PipelineSchedule:
             for stage in self.stages:
                 stage.refuse_new_wrappers()
             runner = self._runner(given.training)
-            batches = self._batches.make(given)
+            states = self._cutter.make(given)
         except Exception as error:
             raise self._connection.failed(error) from error
         runner.tracing = self.tracing
         self._last_runner = runner
-        trains = given.training
-        if (
-            trains
-            and self._weighing is None
-            and self._open_steps.is_next(self.plan, self._connection.handshake.reported)
-        ):
-            trains = self._open_steps.run(runner, batches, self._last_rank)
+        trains, reported = given.training, self._connection.handshake.reported
+        if trains and self._weighing is None and self._probing.is_needed(self.plan, reported):
+            trains = self._probing.run(runner, states, self._last_rank)
         else:
-            runner.run(batches)
-        last = batches.get(self._last_rank)
+            runner.run(states)
+        last = states.get(self._last_rank)
         if last is None:
             self._losses = Losses()
             return None
@@ -245,7 +241,7 @@ class PipelineSchedule:
         """Compare with the other ranks what is about to be run."""
         weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
         options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
-        own = self._open_steps.fact if self._last_rank in self._connection.ranks else {}
+        own = self._probing.fact if self._last_rank in self._connection.ranks else {}
         self._connection.handshake.run(self.plan, self.info, self.ties, self.stages, options, own)
 
     def _check_given(self, given: Given) -> None:

@@ -24,7 +24,7 @@ Stages = Mapping[int, PipelineStage]
 
 @dataclass(frozen=True)
 class Assembly:
-    """What runners are made from; all stages are of one pipe, `info`, or were cut by hand."""
+    """The parts that runners are made from; all stages are of one pipe, `info`, or were cut by hand."""
 
     info: PipeInfo | None
     ties: Sequence[Tie]
@@ -43,16 +43,16 @@ class Assembly:
         for executor in executors:
             install(executor, self.custom)
         if self.connection.in_process:
-            return LocalRunner(executors, lowered, self.connection.office)
+            return LocalRunner(executors, lowered)
         return RankRunner(executors[0], lowered, self.connection.alarm)
 
     def _lowered(self, plan: Plan) -> Plan:
-        """With sharding where a stage of this rank has copies; that does not change the messages between ranks."""
+        """Lower a plan, with sharding where a stage of this rank has copies; messages stay the same."""
         has_copies = any(stage.replica.is_reduced for stage in self.stages)
         return plan.lower(max_held=_MAX_HELD if has_copies else None)
 
     def _executors(self, plan: Plan) -> list[Executor]:
-        """One for each rank that is here."""
+        """Make an executor for each rank that is here."""
         every = {stage.stage_index: stage for stage in self.stages}
         local = LocalTies(self.ties, every) if self.connection.in_process else None
         made = []
@@ -79,7 +79,7 @@ class Assembly:
 
 
 def _parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
-    """What goes between these stages and others."""
+    """Return what is known of the parcels between these stages and others."""
     if info is None:
         return LearntParcels()
     items: dict[tuple[int, int], Sequence[Item]] = {}
@@ -91,7 +91,7 @@ def _parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
 
 
 def forward_part(plan: Plan) -> Plan:
-    """The forwards of a plan, in its order."""
+    """Return the forwards of a plan, in its order."""
 
     def forwards(action: Action | None) -> list[Action]:
         leaves = () if action is None else action.leaves
@@ -101,11 +101,8 @@ def forward_part(plan: Plan) -> Plan:
     return replace(plan, name=f"{plan.name}, forward", actions=tuple(map(tuple, rows)), training=False)
 
 
-# MERGED: The dataflow of a pipe: what the planner has to know of its edges.
-
-
 def dataflow_of(info: PipeInfo) -> Dataflow:
-    """Which stages use what of which; an input of the model that needs a gradient goes and comes back like a value."""
+    """Return the edges of a pipe; an input of the model that needs a gradient goes and comes back like a value."""
     gradients = {(edge.source, edge.target) for edge in info.edges if edge.spec.requires_grad}
     activations = {(edge.source, edge.target) for edge in info.edges if edge.kind == "activation"}
     return Dataflow(

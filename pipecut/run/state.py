@@ -1,93 +1,71 @@
-"""One step's data on one rank: microbatches, targets, losses, results."""
+"""The state of one step on one rank: its microbatches, the values on their way, and what the step has made so far."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import InputError
-from ..stage import PipelineStage
-from ..text import did_you_mean
+from ..schedule import Action
+from .transport.base import Arrival
+
+Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
 
 
 @dataclass
-class Batch:
-    """What a rank knows of the step that is running."""
+class StepState:
+    """Everything that lives for one step on one rank.
+
+    It is made when the step begins and dropped when it ends: executors, their mail and their transport keep nothing
+    of a step.
+    """
 
     training: bool
     samples: list[int]  # of each microbatch
     sizes: list[tuple[int, ...]]  # of each microbatch: the symbolic dims, or a number that stands for all shapes
+    seed: int = 0  # of the random numbers
+    training_undecided: bool = False  # True until the model's output shows whether there is a loss to train with
+
+    # The data of the microbatches.
     args: Sequence[Sequence[Any]] = ()
     kwargs: Sequence[Mapping[str, Any]] = ()
     roots: Sequence[Mapping[int, Tensor]] = ()  # traced models: the model's inputs by number, on the first stage's rank
     targets: Sequence[Any] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
+
+    # The end of the model, on the rank of the last stage.
     keep_results: bool = True
-    merge_spec: Any = None  # how the results are put together
+    merge_spec: Any = None  # how the results are merged
     in_order: bool = True  # False if the microbatches do not hold consecutive samples
-    seed: int = 0  # of the random numbers
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
-    is_open: bool = False  # whether it is still to be seen, from the model's output, if this is training
     loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it
 
-    def has_no_loss(self) -> None:
-        """The output of the model has none: this is no training, unless that is settled."""
-        if self.is_open:
-            self.training = False
+    # Values on their way between stages.
+    activations: dict[Key, Arrival] = field(default_factory=dict)
+    gradients: dict[Key, Arrival] = field(default_factory=dict)
+    outgoing: dict[Key, list[Tensor]] = field(default_factory=dict)
+    random_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and microbatch
+
+    # Gradients of the inputs of the model, which they get at the end of the step.
+    nested_inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by stage and microbatch
+    input_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    # The progress of the step.
+    backwards_left: dict[int, int] = field(default_factory=dict)  # by stage
+    part: Action | None = None  # the part of an overlap that is running
+    stage_inputs: list[Any] | None = None  # of the forward that is running
+    in_loss_fn: bool = False
 
     @property
     def loss_weights(self) -> Sequence[float]:
-        """How much each microbatch counts in the loss of the batch; known on the rank of the last stage."""
+        """The weight of each microbatch in the loss of the batch; known on the rank of the last stage."""
         return self.samples if self.weights is None else self.weights
 
-    def weight(self, microbatch: int) -> float:
-        """The part of the loss of the whole batch that a microbatch is."""
-        return self.loss_weights[microbatch] / sum(self.loss_weights)
-
-
-# MERGED: Keyword arguments of modules that were cut by hand: each gets those that it takes.
-
-
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def taken_by(module: nn.Module, places: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a module takes besides its first positional arguments.
-
-    >>> class Part(nn.Module):
-    ...     def forward(self, x, labels=None): ...
-    >>> taken_by(Part(), 1, {"x": 1, "labels": 2, "mask": 3})
-    {'labels': 2}
-    """
-    names, any_name = parameters_of(module)
-    given = set(names[:places])
-    return {name: value for name, value in kwargs.items() if name not in given and (any_name or name in names)}
-
-
-def refuse_unknown(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
-    """A keyword that no module of this process takes is a mistake."""
-    known: list[str] = []
-    for stage in stages:
-        names, any_name = parameters_of(stage.submod)
-        if any_name:
-            return
-        known += names
-    for name in kwargs:
-        if name not in known:
-            raise InputError(
-                f"step() got the keyword {name!r}, which the forward of no stage in this process takes (they take "
-                f"{', '.join(dict.fromkeys(known)) or 'none'}).{did_you_mean(name, known)}"
-            )
-
-
-def parameters_of(module: nn.Module) -> tuple[list[str], bool]:
-    """The names of a forward's parameters, the positional ones first; and whether it takes any others."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    return [each.name for each in parameters if each.kind in _BY_NAME], any_name
+    def report_no_loss(self) -> None:
+        """Note that the output of the model has no loss: the step does not train, unless that is decided already."""
+        if self.training_undecided:
+            self.training = False

@@ -284,6 +284,7 @@ class _Ports:
     incoming: Mapping[int, tuple[Item, ...]]
     outgoing: Mapping[int, tuple[Item, ...]]
     outputs: int
+    argument_of: Mapping[int, tuple[int, ...]]  # for each stage's parcel, the arguments that its values are
 
 
 def _ports_of(info: PipeInfo, stage: int) -> _Ports:
@@ -298,7 +299,11 @@ def _ports_of(info: PipeInfo, stage: int) -> _Ports:
         edge.value: (source, place) for source in incoming for place, edge in enumerate(_edges(info, source, stage))
     }
     arguments = tuple(places.get(value, (None, value)) for value in info.stages[stage].inputs)
-    return _Ports(arguments, incoming, outgoing, len(info.stages[stage].outputs))
+    argument_of = {
+        source: tuple(arguments.index((source, place)) for place in range(len(parcel)))
+        for source, parcel in incoming.items()
+    }
+    return _Ports(arguments, incoming, outgoing, len(info.stages[stage].outputs), argument_of)
 
 
 def _edges(info: PipeInfo, source: int, target: int) -> list[Edge]:

@@ -33,9 +33,9 @@ def watched() -> Iterator[Traffic]:
     traffic = Traffic()
     give_back = Mail.give_back
 
-    def seen(self: Mail, stage: int, source: int, microbatch: int, parcel: list[Any]) -> None:
+    def seen(self: Mail, stage: int, source: int, microbatch: int, *rest: Any) -> None:
         traffic.gradients.add((stage, source))
-        give_back(self, stage, source, microbatch, parcel)
+        give_back(self, stage, source, microbatch, *rest)
 
     def counted(function: Any) -> Any:
         def run(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipecut import PipelineStage, PipeWarning, PlannedSchedule, Schedule1F1B
 from pipecut.errors import PipeError, PlanError
-from pipecut.run.runner import opening_of
+from pipecut.run.runner import loss_probe_of
 from pipecut.schedule import Plan, compare, plan_for, simulate
 from pipecut.schedule.registry import FAMILIES
 from tests.support.ranks import Ranks
@@ -132,7 +132,7 @@ def test_the_last_rank_has_the_loss(two_ranks: Ranks) -> None:
 def test_plans_whose_first_forwards_are_in_overlaps() -> None:
     """Then nothing is known before a backward begins."""
     rows = [["0F1", "1F0", "(0F0;1B0)OVERLAP_F_B", "1F1"]]
-    assert opening_of(Plan.from_actions(rows, placement=[0, 0])) is None
-    assert opening_of(Plan.from_actions([["0F1", "0F0", "1F1", "1F0"]], placement=[0, 0])) is not None
+    assert loss_probe_of(Plan.from_actions(rows, placement=[0, 0])) is None
+    assert loss_probe_of(Plan.from_actions([["0F1", "0F0", "1F1", "1F0"]], placement=[0, 0])) is not None
     for name, family in FAMILIES.items():
-        assert opening_of(plan_for(name, ranks=2, chunks=family.chunks, microbatches=4)) is not None
+        assert loss_probe_of(plan_for(name, ranks=2, chunks=family.chunks, microbatches=4)) is not None

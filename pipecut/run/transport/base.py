@@ -68,7 +68,10 @@ class Transport(Protocol):
         """Numbers of one rank, on all ranks; `numbers` is None elsewhere."""
 
     def finish(self) -> None:
-        """Wait until everything that was sent is gone."""
+        """Wait until everything that was sent is gone; called at the end of a step."""
+
+    def clear(self) -> None:
+        """Drop what a step that failed has left, if the rank goes on; called where all ranks are in one process."""
 
 
 class Ready:

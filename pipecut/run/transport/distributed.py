@@ -74,6 +74,9 @@ class DistributedTransport:
                     pending.popleft()[0].wait()
         self._sizes.clear()
 
+    def clear(self) -> None:
+        """Do nothing: a step that failed has closed the connections."""
+
 
 class _Posted:
     """Receives that are under way."""

@@ -56,3 +56,6 @@ class InProcessTransport:
         return self.office.numbers
 
     def finish(self) -> None: ...
+
+    def clear(self) -> None:
+        self.office.clear()
