@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from .materialize import check_has_memory
 from .replica import Replica, replica_of, wrapped_parts
 
 WeightRunner = Callable[[], None]
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 # autograd's message on a write to a tensor at which its graph begins, or to a view of one.
 _WRITE_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
@@ -142,7 +145,7 @@ class PipelineStage:
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch, whose tensors are detached from the stages before."""
         inputs = list(args)
-        with torch.set_grad_enabled(training), self.replica.forward():
+        with torch.set_grad_enabled(training), self.replica.forward() if self.replica.has_contexts else _NO_CONTEXT:
             result = self._call(inputs, kwargs)
         flight = Flight(inputs, [], result) if self.is_last else Flight(inputs, self._outputs_of(result))
         if training:
@@ -213,7 +216,7 @@ class PipelineStage:
             if weights:
                 self.flights.pop(microbatch)
             return [None] * len(inputs)
-        with self.replica.backward():
+        with self.replica.backward() if self.replica.has_contexts else _NO_CONTEXT:
             if weights or self.dw_builder is not None:
                 input_grads = full_backward(outputs, grads, inputs)
                 flight.pending = None if self.dw_builder is None else self.dw_builder()

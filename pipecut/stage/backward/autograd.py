@@ -1,4 +1,4 @@
-"""Run autograd's engine from the outputs of a stage to its inputs and parameters."""
+"""Full backward of one stage, and the steps of which it consists: roots, input leaves, autograd's engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ from ..dtensor import describe_tensor, is_distributed
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 InputLeaves: TypeAlias = dict[int, Tensor]  # inputs that require a gradient, by their position
 Root: TypeAlias = Tensor | GradientEdge  # a place of the graph at which a gradient enters
+
+
+def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> Gradients:
+    """Return the gradients of the inputs, and add those of the parameters to their `.grad`.
+
+    A loss has the gradient None, which stands for 1. Another output with None does not take part. Inputs are the leaves
+    that the stage ran on. One that is no tensor, needs no gradient or has no influence gets None.
+
+    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
+    >>> gradients = full_backward([layer(value)], [torch.ones(1, 1)], [value, 7])
+    >>> torch.equal(gradients[0], layer.weight), gradients[1], layer.weight.grad
+    (True, None, tensor([[1., 1.]]))
+    """
+    roots, leaves = find_roots(outputs, output_grads), find_input_leaves(inputs)
+    if roots.outputs:
+        run_backward(roots.outputs, roots.gradients, (), accumulate=True)
+    return pop_gradients(inputs, leaves)
 
 
 class Roots(NamedTuple):

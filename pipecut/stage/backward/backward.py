@@ -1,4 +1,4 @@
-"""Backward pass of one stage: in full, or first for its inputs and later for its weights.
+"""Backward pass of one stage in two parts: first for its inputs, and later for its weights.
 
 Splitting it lets a schedule fill idle time with weight gradients, which no other stage waits for, and costs nothing if
 each operation still runs once. For a small stage, a walk over its graph costs more than that can gain: all gradients
@@ -33,23 +33,6 @@ from .deferral import Graph, defer_weights
 from .weights import StageWeights, min_work_to_defer
 
 
-def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> Gradients:
-    """Return the gradients of the inputs, and add those of the parameters to their `.grad`.
-
-    A loss has the gradient None, which stands for 1. Another output with None does not take part. Inputs are the leaves
-    that the stage ran on. One that is no tensor, needs no gradient or has no influence gets None.
-
-    >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
-    >>> gradients = full_backward([layer(value)], [torch.ones(1, 1)], [value, 7])
-    >>> torch.equal(gradients[0], layer.weight), gradients[1], layer.weight.grad
-    (True, None, tensor([[1., 1.]]))
-    """
-    roots, leaves = find_roots(outputs, output_grads), find_input_leaves(inputs)
-    if roots.outputs:
-        accumulate(roots.outputs, roots.gradients)
-    return pop_gradients(inputs, leaves)
-
-
 def input_backward(
     outputs: Sequence[Tensor],
     output_grads: Sequence[Tensor | None],
@@ -61,6 +44,7 @@ def input_backward(
     No parameter's `.grad` changes. With `StageWeights` a small stage takes as long as with a full backward; with plain
     parameters longer, for their gradients then go through autograd in any case.
 
+    >>> import torch
     >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
     >>> weights = StageWeights(layer.parameters())
     >>> gradients, pending = input_backward([layer(value)], [torch.ones(1, 1)], [value], weights)
