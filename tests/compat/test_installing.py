@@ -46,7 +46,8 @@ def test_installed_here_and_restored(environment: None) -> None:
         import pipecut.compat
 
         assert pipelining is pipecut.compat is torch.distributed.pipelining
-        assert PipelineStage is pipecut.PipelineStage
+        assert PipelineStage is pipecut.compat.PipelineStage
+        assert issubclass(PipelineStage, pipecut.PipelineStage)
         assert all(f"{UPSTREAM}.{name}" in sys.modules for name in MODULES)
         uninstall()
         assert {name: module for name, module in sys.modules.items() if name.startswith(UPSTREAM)} == before
