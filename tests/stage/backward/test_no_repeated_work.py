@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from pipecut.stage import PipelineStage
 from pipecut.stage.backward import StageWeights, input_backward, weight_backward
 from tests.stage.backward.runs import (
     WAYS,
@@ -225,6 +226,23 @@ def test_hooks_on_accumulators_that_come_later(monkeypatch: pytest.MonkeyPatch) 
     del held, accumulator
     weights.refresh()
     assert weights.has_no_gradient_listeners()
+
+
+def test_a_stage_keeps_its_weights_from_step_to_step_until_they_change() -> None:
+    stage = PipelineStage(stack(), 0, 1, "cpu")
+    first = stage.weights
+    stage.begin_step()
+    assert stage.weights is first
+    stage.submod.get_parameter("0.bias").requires_grad_(False)
+    stage.begin_step()
+    assert len(stage.weights.parameters) == len(first.parameters) - 1
+    # A wrapper holds accumulators without a hook that torch counts.
+    held = get_gradient_edge(stage.submod.get_parameter("0.weight")).node
+    stage.begin_step()
+    assert not stage.weights.has_no_gradient_listeners()
+    del held
+    stage.begin_step()
+    assert stage.weights.has_no_gradient_listeners()
 
 
 def test_weights_are_not_free_while_a_graph_is_alive() -> None:
