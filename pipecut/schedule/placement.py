@@ -32,13 +32,13 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Put stage s on rank s mod ranks."""
-        positive(ranks=ranks, chunks=chunks)
+        check_positive(ranks=ranks, chunks=chunks)
         return cls(tuple(range(ranks)) * chunks)
 
     @classmethod
     def v(cls, ranks: int, chunks: int = 2) -> Placement:
         """Go down the ranks and up again: with 2 chunks, the first and the last stage are on rank 0."""
-        positive(ranks=ranks, chunks=chunks)
+        check_positive(ranks=ranks, chunks=chunks)
         down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
         return cls(sum((down if chunk % 2 == 0 else up for chunk in range(chunks)), ()))
 
@@ -93,7 +93,7 @@ def first_missing(numbers: Collection[int]) -> int:
     return next(number for number in range(len(there) + 1) if number not in there)
 
 
-def positive(**sizes: int) -> None:
+def check_positive(**sizes: int) -> None:
     """Raise unless the sizes are whole numbers from 1 up."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:

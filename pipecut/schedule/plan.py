@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from ..errors import PlanError
 from ..text import plural
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, Rows, parse_action, transfer
-from .placement import Placement, first_missing, positive
+from .placement import Placement, check_positive, first_missing
 from .plan_text import FilePath, grid, load_csv, save_csv
 from .rules import Dataflow
 
@@ -40,7 +40,7 @@ class Plan:
         for what, value, kind in (("placement", self.placement, Placement), ("dataflow", self.dataflow, Dataflow)):
             if not isinstance(value, kind):
                 raise PlanError(f"The {what} of a plan is a {kind.__name__}, got {value!r}.")
-        positive(microbatches=self.microbatches)
+        check_positive(microbatches=self.microbatches)
         if self.dataflow.stages != self.stages:
             raise PlanError(
                 f"The dataflow has {self.dataflow.stages} stages, the plan '{self.name}' has {self.stages}."

@@ -68,7 +68,7 @@ def _cell(action: Action | None) -> str:
     return BUBBLE if action is None else repr(action)
 
 
-def saved(text: str, path: FilePath | None) -> str:
+def save_text(text: str, path: FilePath | None) -> str:
     """Return the text, and write it to a file if a path is given."""
     if path is None:
         return text
@@ -101,7 +101,7 @@ def save_csv(rows: Rows, path: FilePath) -> None:
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
         writer.writerow(["" if action is None else repr(action) for action in row] + [""] * (slots - len(row)))
-    saved(text.getvalue(), path)
+    save_text(text.getvalue(), path)
 
 
 def load_csv(path: FilePath, *, ragged: bool = False) -> Rows:

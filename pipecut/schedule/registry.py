@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..errors import PlanError
 from .action import Rows
-from .placement import Placement, positive
+from .placement import Placement, check_positive
 from .plan import Plan, collector_paused
 from .rules import Dataflow
 
@@ -42,7 +42,7 @@ class Family:
     def plan(self, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
         """Make the plan for these sizes."""
         chunks = self.chunks if chunks is None else chunks
-        positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
+        check_positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
         if chunks != self.chunks and not self.any_chunks:
             raise _wrong_chunks(self, chunks)
         placement = self.place(ranks, chunks)
@@ -75,7 +75,7 @@ def schedule(
     schedule is named after it, here ScheduleMine, and described by the first line of the docstring. With
     `refuses_compiled` it takes no stage that is compiled as a whole, with which it would gain nothing.
     """
-    positive(chunks=chunks)
+    check_positive(chunks=chunks)
     class_name = class_name or "Schedule" + re.sub(r"\W", "", name)
 
     def register(make_rows: _MakeRows) -> _MakeRows:

@@ -96,20 +96,20 @@ class _Clock:
             time, needed, _ = self.work[op][stage]
             end += time
             for message, reason in needed:
-                arrival = self.arrivals[message + microbatch]  # type: ignore[operator]
+                arrival = self.arrivals[message + (microbatch or 0)]
                 if arrival > start:
-                    start, before, wait = arrival, self.makers[message + microbatch], reason  # type: ignore[operator]
+                    start, before, wait = arrival, self.makers[message + (microbatch or 0)], reason
         end += start
         for stage, op, microbatch, _, _ in leaves:
             for message, travel in self.work[op][stage].made:
-                self.arrivals[message + microbatch] = end + travel  # type: ignore[operator]
-                self.makers[message + microbatch] = number  # type: ignore[operator]
+                self.arrivals[message + (microbatch or 0)] = end + travel
+                self.makers[message + (microbatch or 0)] = number
         self.free[rank], self.last[rank] = end, number
         self.record.add(rank, action, start, end, before, wait)
 
     def _send(self, rank: int, action: Action) -> None:
         first, travel = self.messages.by_ends[action.op, action.stage, action.other_stage]
-        message = first + action.microbatch  # type: ignore[operator]
+        message = first + (action.microbatch or 0)
         self.arrivals[message] = self.free[rank] + travel
         self.makers[message] = self.last[rank]
 

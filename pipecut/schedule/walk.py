@@ -80,17 +80,17 @@ class Ledger:
     def ready(self, action: Action) -> bool:
         """Return True if everything is there that a computation or a transfer needs."""
         needs = self.entries[action.op, action.stage, action.peer].needs
-        return all(self.done[offset + action.microbatch] for offset in needs)  # type: ignore[operator]
+        return all(self.done[offset + (action.microbatch or 0)] for offset in needs)
 
     def is_done(self, action: Action) -> bool:
         """Return True if a computation or a transfer has been done."""
         fills = self.entries[action.op, action.stage, action.peer].fills
-        return any(self.done[offset + action.microbatch] for offset in fills)  # type: ignore[operator]
+        return any(self.done[offset + (action.microbatch or 0)] for offset in fills)
 
     def note(self, action: Action, flag: int = 1) -> None:
         """Note that a computation or a transfer is done, or with 0 that it is not."""
         for offset in self.entries[action.op, action.stage, action.peer].fills:
-            self.done[offset + action.microbatch] = flag  # type: ignore[operator]
+            self.done[offset + (action.microbatch or 0)] = flag
 
 
 def _key(op: Op, stage: int, other: int) -> Key:
@@ -98,7 +98,7 @@ def _key(op: Op, stage: int, other: int) -> Key:
 
 
 class Walk:
-    """Iterate to get (rank, action) in order; afterwards `stuck` has the place of every rank that could not go on.
+    """A walk through a plan: iterate to get (rank, action); then `stuck` has the ranks that could not go on.
 
     The ranks take turns, one action each, in ascending order: the order is the same in every run. The two ends of a
     message come one after the other, the send first.
@@ -167,29 +167,31 @@ class Walk:
                         yield rank, action
                     continue
                 needs, fills, message, other = entry
+                number = microbatch or 0  # it has one: `first_unknown` has found none without
                 for offset in needs:
-                    if not done[offset + microbatch]:  # type: ignore[operator]
+                    if not done[offset + number]:
                         break
                 else:
-                    if done[fills[0] + microbatch]:  # type: ignore[operator]
+                    if done[fills[0] + number]:
                         continue  # done twice: such a rank does not go on
                     if message >= 0:
-                        message += microbatch  # type: ignore[operator]
+                        message += number
                         if messages[other] != message:
                             messages[rank] = message
                             continue
-                        end: Action = rows[other][places[other]]  # type: ignore[assignment]
+                        end = rows[other][places[other]]
+                        assert end is not None  # it waits in the message
                         self._ledger.note(end)
                         messages[other] = None
                         places[other] += 1
                         if op in RECEIVES:
                             yield other, end
                     for offset in fills:
-                        done[offset + microbatch] = 1  # type: ignore[operator]
+                        done[offset + number] = 1
                     places[rank] = place + 1
                     moved = True
                     yield rank, action
-                    if op in SENDS:
+                    if op in SENDS and end is not None:
                         yield other, end
             live = [rank for rank in live if places[rank] < len(rows[rank])]
 
@@ -211,7 +213,9 @@ class Walk:
             return []
         ends: list[tuple[int, Action]] = []
         for each in ranks:
-            ends.append((each, self.plan.actions[each][self.places[each]]))  # type: ignore[arg-type]
+            end = self.plan.actions[each][self.places[each]]
+            assert end is not None  # it waits in the sum
+            ends.append((each, end))
             self._messages[each] = None
             self.places[each] += 1
         return ends

@@ -25,7 +25,7 @@ from pipecut.schedule.costs import Costs
 from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.render.palette import HATCH, HUE, contrast, look
-from pipecut.schedule.render.rows import Sources, gathered
+from pipecut.schedule.render.rows import Sources, group_narrow
 from pipecut.schedule.simulate import simulate
 from pipecut.schedule.timeline import Span, Timeline
 from tests.support.properties import examples
@@ -579,7 +579,7 @@ def test_gathering_keeps_every_span_and_leaves_no_crowd(times: list[tuple[float,
     for number, (gap, time) in enumerate(times):
         spans.append(Span(0, Action(0, Op.FORWARD, number), now + gap, now + gap + time))
         now += gap + time
-    groups = list(gathered(spans, least))
+    groups = list(group_narrow(spans, least))
     assert [span for group in groups for span in group] == spans
     assert all(len(group) == 1 or all(s.end - s.start < least for s in group) for group in groups)
     assert len(groups) <= 2 * now / least + 2

@@ -15,7 +15,7 @@ from functools import cached_property
 from ...errors import PlanError
 from ..action import Action, Op
 from ..costs import MEMORY, TIMES, Costs, Link, checked_number
-from ..placement import Placement, positive
+from ..placement import Placement, check_positive
 from ..plan import Plan
 from ..rules import Dataflow
 
@@ -71,7 +71,7 @@ class Excess:
         return f"rank {self.worst} would hold {self.peaks[self.worst]:.6g}, its limit is {self.limits[self.worst]:.6g}"
 
 
-def nothing_fits(every: Sequence[Excess]) -> PlanError:
+def no_plan_fits(every: Sequence[Excess]) -> PlanError:
     """Return the error if no schedule fits, nor one microbatch at a time, with the least limit that would do."""
     least = min(every, key=lambda each: (each.missing, sum(each.peaks)))
     same = min(least.limits) == max(least.limits)
@@ -223,7 +223,7 @@ def arrangements(
     ranks: int, microbatches: int | Sequence[int], costs: Costs, placement: str, chunks: int | None
 ) -> list[Arrangement]:
     """Return all arrangements that are allowed, in the order in which they are tried."""
-    positive(ranks=ranks)
+    check_positive(ranks=ranks)
     if placement not in _PLACEMENTS:
         raise PlanError(f"placement={placement!r}: give one of {', '.join(map(repr, _PLACEMENTS))}.")
     if not isinstance(costs, Costs):
@@ -232,7 +232,7 @@ def arrangements(
     if not counts:
         raise PlanError("microbatches is an empty list: give a number, or the numbers that are allowed.")
     for count in counts:
-        positive(microbatches=count)
+        check_positive(microbatches=count)
     chunks = _chunks(ranks, costs, chunks)
     shapes = ("loop", "v") if placement == "any" else (placement,)
     return [
@@ -247,7 +247,7 @@ def arrangements(
 def _chunks(ranks: int, costs: Costs, chunks: int | None) -> int | None:
     """Return the number of chunks, if it is given, by itself or by costs that are given for each stage."""
     if chunks is not None:
-        positive(chunks=chunks)
+        check_positive(chunks=chunks)
         return chunks
     for name in TIMES + MEMORY:
         value = getattr(costs, name)
@@ -274,7 +274,7 @@ def _scaled(costs: Costs, factor: float) -> Costs:
             changes[name] = [each * factor for each in value]
         elif value is not None:
             changes[name] = _times(value, factor)
-    return replace(costs, **changes)  # type: ignore[arg-type]
+    return replace(costs, **changes)  # type: ignore[arg-type]  # the fields have several types
 
 
 def _times(value: float | Link, factor: float) -> float | Link:

@@ -12,7 +12,7 @@ from ..simulate import simulate
 from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
 from .greedy import Rules, greedy_candidates, tune_rules
 from .local_search import local_search
-from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, nothing_fits, problem_for
+from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
 from .timing import Budget, Clock, lower_bound
 from .weight_placement import placed_weights
 
@@ -164,7 +164,7 @@ class _Search:
                 if isinstance(found, Excess):
                     excesses.append(found)
         if not self.candidates:
-            raise nothing_fits(excesses)
+            raise no_plan_fits(excesses)
         fitting = {arrangement for arrangement, _ in self.candidates}
         self.clocks = {each: clock for each, clock in self.clocks.items() if each in fitting}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..action import TRANSFERS, Action, Op
-from ..plan_text import FilePath, saved
+from ..plan_text import FilePath, save_text
 from .gantt import text
 from .html_script import SCRIPT
 from .palette import HUE, LETTER, NAMES, TILE, is_neutral, look
@@ -20,7 +20,7 @@ _DIGITS = 7  # of the whole time, in which times are kept
 _LEGEND_WIDTH = 1000
 _WITHOUT_SCRIPT = 110  # characters per line
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-_KEYS_TOLD = (
+_KEYS_HELP = (
     "Wheel or + and − zoom, drag or ← and → move, 0 shows all. N and P step through the actions of a rank, "
     "J and K through the ranks, Esc ends that."
 )
@@ -75,7 +75,7 @@ def html(source: Sources, path: FilePath | None = None) -> str:
         + _button("left", "←", "Earlier (left arrow)")
         + _button("right", "→", "Later (right arrow)")
         + _button("whole", "Whole", "Show all (0)")
-        + f"<p>{_KEYS_TOLD}</p></nav>",
+        + f"<p>{_KEYS_HELP}</p></nav>",
         *map(_section, drawn),
         f'<svg viewBox="0 0 {_LEGEND_WIDTH} {height:g}" role="img" aria-label="Legend">',
         patterns + "".join(entries) + "</svg>",
@@ -86,18 +86,18 @@ def html(source: Sources, path: FilePath | None = None) -> str:
         f'<script type="application/json" id="data">{data}</script>',
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
     ]
-    return saved("\n".join(page), path)
+    return save_text("\n".join(page), path)
 
 
-def _button(identity: str, shown: str, told: str) -> str:
-    return f'<button id="{identity}" type="button" title="{told}" aria-label="{told}">{shown}</button>'
+def _button(identity: str, shown: str, label: str) -> str:
+    return f'<button id="{identity}" type="button" title="{label}" aria-label="{label}">{shown}</button>'
 
 
 def _section(chart: Chart) -> str:
-    told = escape(f"{chart.name}: {len(chart.rows)} ranks, {chart.facts}", quote=True)
+    label = escape(f"{chart.name}: {len(chart.rows)} ranks, {chart.facts}", quote=True)
     return (
         f"<section><h1>{escape(chart.name)} <span>— {escape(chart.facts)}</span></h1>"
-        f'<div><canvas tabindex="0" role="img" aria-label="{told}. {_KEYS_TOLD}"></canvas></div></section>'
+        f'<div><canvas tabindex="0" role="img" aria-label="{label}. {_KEYS_HELP}"></canvas></div></section>'
     )
 
 
@@ -121,7 +121,7 @@ def _data(drawn: Sequence[Chart]) -> dict[str, object]:
 def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict[str, object]:
     """Return the kinds of action, and for each row a run of numbers: gap, time, kind and a microbatch per part."""
     kinds: dict[tuple[object, ...], int] = {}
-    told: list[dict[str, object]] = []
+    described: list[dict[str, object]] = []
     rows = []
     for rank, row in enumerate(chart.rows):
         numbers: list[float | int] = []
@@ -130,7 +130,7 @@ def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict
             key = (rank, *((leaf.op, leaf.stage, leaf.peer) for leaf in action.leaves), action.op)
             if key not in kinds:
                 kinds[key] = len(kinds)
-                told.append(_kind(chart, rank, action, places))
+                described.append(_kind(chart, rank, action, places))
             gap = _short(start - reached, digits)
             time = _short(end - reached - gap, digits)
             reached += gap
@@ -138,22 +138,22 @@ def _chart(chart: Chart, places: dict[tuple[Op, int], int], digits: int) -> dict
             microbatches = (-1 if leaf.microbatch is None else leaf.microbatch for leaf in action.leaves)
             numbers += (gap, time, kinds[key], *microbatches)
         rows.append(numbers)
-    return {"kinds": told, "rows": rows}
+    return {"kinds": described, "rows": rows}
 
 
 def _kind(chart: Chart, rank: int, action: Action, places: dict[tuple[Op, int], int]) -> dict[str, object]:
-    told: dict[str, object] = {
+    kind: dict[str, object] = {
         "name": NAMES[action.op],
         "track": _BACK if is_neutral(action.op) else _FOOT if action.op in TRANSFERS else _FRONT,
         "parts": [_part(chart, rank, leaf, places) for leaf in action.leaves],
     }
     if action.parts:
-        told["overlap"] = action.op
+        kind["overlap"] = action.op
     if is_neutral(action.op):
-        told["letter"] = LETTER[action.op]
+        kind["letter"] = LETTER[action.op]
     if action.op is Op.REDUCE_TIES:
-        told["numbered"] = "tie"
-    return told
+        kind["numbered"] = "tie"
+    return kind
 
 
 def _part(chart: Chart, rank: int, leaf: Action, places: dict[tuple[Op, int], int]) -> dict[str, object]:

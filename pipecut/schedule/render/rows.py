@@ -181,7 +181,7 @@ def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:
     return found
 
 
-def gathered(row: Iterable[Span], least: float) -> Iterator[list[Span]]:
+def group_narrow(row: Iterable[Span], least: float) -> Iterator[list[Span]]:
     """Group the spans of a row, so that a picture stays small: those shorter than `least` with their neighbours.
 
     Two groups of short spans start at least `least` apart, so a row has no more groups than fit in its time.
@@ -212,7 +212,7 @@ def least_time(rows: Sequence[Sequence[Span]], first: float, most_groups: int) -
 def _fits(rows: Sequence[Sequence[Span]], least: float, most_groups: int) -> bool:
     left = most_groups
     for row in rows:
-        for _ in gathered(row, least):
+        for _ in group_narrow(row, least):
             left -= 1
             if left < 0:
                 return False

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 from ..action import TRANSFERS, Op
-from ..plan_text import FilePath, saved
+from ..plan_text import FilePath, save_text
 from .palette import HATCH, HUE, LETTER, NAMES, TILE, is_neutral, look
-from .rows import Chart, Sources, axis_name, charts, gathered, least_time, number, whole_time
+from .rows import Chart, Sources, axis_name, charts, group_narrow, least_time, number, whole_time
 from .svg_boxes import Boxes, pattern_name, tracks
 
 _MARGIN, _HEADING, _AXIS, _BELOW = 16.0, 26.0, 42.0, 10.0
@@ -63,7 +63,7 @@ def svg(source: Sources, path: FilePath | None = None) -> str:
     for line in _notes(drawn, layout):
         body.append(f'<text class="l" x="{_MARGIN:g}" y="{y + 12:.1f}">{escape(line)}</text>')
         y += 18
-    return saved(_document(drawn, layout.width, y + _MARGIN, body), path)
+    return save_text(_document(drawn, layout.width, y + _MARGIN, body), path)
 
 
 def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequence[str]) -> str:
@@ -101,7 +101,7 @@ def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
 def _notes(drawn: Sequence[Chart], layout: _Layout) -> list[str]:
     """Tell the reader of spans that do not stand alone."""
     split = [track for chart in drawn for row in chart.rows for track in tracks(row)]
-    together = [len(group) for track in split for group in gathered(track, layout.least) if len(group) > 1]
+    together = [len(group) for track in split for group in group_narrow(track, layout.least) if len(group) > 1]
     if not together:
         return []
     return [

@@ -11,7 +11,7 @@ from ...text import numbered
 from ..action import COMPUTE, TRANSFERS, Action, Op
 from ..timeline import Span
 from .palette import LETTER, ORDER, is_neutral, look
-from .rows import Chart, gathered, number, with_unit
+from .rows import Chart, group_narrow, number, with_unit
 
 _THINNEST = 0.8  # of a mark that is to be seen
 _HATCHED_FROM, _FRAMED_FROM = 6.0, 3.0  # widths
@@ -59,7 +59,7 @@ class Boxes:
     def _track(self, spans: Iterable[Span], top: float, height: float) -> list[str]:
         return [
             self._box(group[0], top, height) if len(group) == 1 else self._column(group, top, height)
-            for group in gathered(spans, self.least)
+            for group in group_narrow(spans, self.least)
         ]
 
     def _box(self, span: Span, top: float, height: float) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ..action import TRANSFERS, Action, Op
-from ..plan_text import FilePath, saved
+from ..plan_text import FilePath, save_text
 from ..timeline import Span
 from .palette import NAMES
 from .rows import Chart, Sources, charts, microseconds
@@ -28,7 +28,7 @@ def chrome_trace(source: Sources, path: FilePath | None = None) -> str:
     """
     events = [event for process, chart in enumerate(charts(source)) for event in _events(chart, process)]
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
-    return saved(json.dumps(trace, separators=(",", ":")), path)
+    return save_text(json.dumps(trace, separators=(",", ":")), path)
 
 
 def _events(chart: Chart, process: int) -> Iterator[_Event]:

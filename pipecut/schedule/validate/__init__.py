@@ -7,8 +7,8 @@ from ...text import counted
 from ..plan import Plan, collector_paused
 from ..plan_text import marked_grid
 from .deadlock import deadlock_faults
-from .order import Books, Fault, order_faults
-from .upkeep import upkeep_faults
+from .order import Fault, PlanReading, order_faults
+from .sharding import sharding_faults
 
 __all__ = ["Fault", "find_faults", "validate"]
 
@@ -18,10 +18,10 @@ _SHOWN = 20  # faults in one message; all of them are in the error's `faults`
 @collector_paused
 def find_faults(plan: Plan) -> list[Fault]:
     """Return everything that keeps a plan from running, causes first, by rank and slot; empty if it can run."""
-    books = Books(plan)
-    faults = order_faults(plan, books)
-    faults += upkeep_faults(plan, books)
-    faults += deadlock_faults(plan, books)
+    reading = PlanReading(plan)
+    faults = order_faults(plan, reading)
+    faults += sharding_faults(plan, reading)
+    faults += deadlock_faults(plan, reading)
     return sorted(dict.fromkeys(faults), key=lambda fault: (not fault.cause, fault.rank, fault.slot))
 
 

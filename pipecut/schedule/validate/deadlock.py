@@ -8,16 +8,16 @@ from ..action import Action, Op
 from ..plan import Plan
 from ..rules import GIVES, dependencies
 from ..walk import MessageWalk, Walk
-from .order import Books, Fault
+from .order import Fault, PlanReading
 
 
-def deadlock_faults(plan: Plan, books: Books) -> list[Fault]:
+def deadlock_faults(plan: Plan, reading: PlanReading) -> list[Fault]:
     """Return a fault for each rank that waits for ever."""
-    if plan.has_transfers or any(books.messages):
-        faults = _Messages(plan, books).faults()
+    if plan.has_transfers or any(reading.messages):
+        faults = _Messages(plan, reading).faults()
         if plan.has_transfers or faults:
             return faults
-    return _circles(plan) if books.known else []
+    return _circles(plan) if reading.known else []
 
 
 class _Messages:
@@ -26,9 +26,9 @@ class _Messages:
     Computations count as done, so that one that is missing or too early, a fault of its own, hides no deadlock.
     """
 
-    def __init__(self, plan: Plan, books: Books) -> None:
-        self.plan, self.slots = plan, books.message_slots
-        self.walk = MessageWalk(plan, books.messages, books.message_peers)
+    def __init__(self, plan: Plan, reading: PlanReading) -> None:
+        self.plan, self.slots = plan, reading.message_slots
+        self.walk = MessageWalk(plan, reading.messages, reading.message_peers)
 
     def faults(self) -> list[Fault]:
         """Walk, and return one fault for each rank that does not come to its end."""

@@ -31,7 +31,7 @@ _NO_PART = "cannot be part of an overlap; give it a slot of its own"
 
 
 @dataclass
-class Books:
+class PlanReading:
     """The findings of the first reading of a plan, for the checks after it."""
 
     plan: Plan
@@ -39,7 +39,7 @@ class Books:
     known: bool = True  # False: some action has a stage, a microbatch or a rank that does not exist
     computed: list[list[int]] = field(init=False)  # by stage: the slots in which it computes
     # By rank: the actions for a whole stage or a tie, with their slots.
-    upkeep: list[list[tuple[int, Action]]] = field(init=False)
+    whole_stage: list[list[tuple[int, Action]]] = field(init=False)
     # By rank, in order: the number of each message (for a tie -1 - its number), its other rank, and its slot.
     messages: list[list[int]] = field(init=False)
     message_peers: list[list[int]] = field(init=False)
@@ -50,7 +50,7 @@ class Books:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.plan, local=True)
         self.computed = [[] for _ in range(self.plan.stages)]
-        self.upkeep = [[] for _ in self.plan.actions]
+        self.whole_stage = [[] for _ in self.plan.actions]
         self.messages = [[] for _ in self.plan.actions]
         self.message_peers = [[] for _ in self.plan.actions]
         self.message_slots = [[] for _ in self.plan.actions]
@@ -74,14 +74,14 @@ class Books:
         return by_rank
 
 
-def order_faults(plan: Plan, books: Books) -> list[Fault]:
+def order_faults(plan: Plan, reading: PlanReading) -> list[Fault]:
     """Read every rank's actions once, and return a fault for each that is unknown, double, too early, or missing."""
     faults: list[Fault] = []
-    done, computed, microbatches = books.ledger.done, books.computed, plan.microbatches
-    entries = books.entries()
+    done, computed, microbatches = reading.ledger.done, reading.computed, plan.microbatches
+    entries = reading.entries()
     for rank, row in enumerate(plan.actions):
         entry_of = entries[rank].get
-        messages, peers, slots = books.messages[rank], books.message_peers[rank], books.message_slots[rank]
+        messages, peers, slots = reading.messages[rank], reading.message_peers[rank], reading.message_slots[rank]
         for slot, action in enumerate(row):
             if action is None:
                 continue
@@ -89,20 +89,20 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
                 stage, op, microbatch, peer, _ = leaf
                 entry = entry_of((op, stage, peer))
                 if entry is None or microbatch is None or not 0 <= microbatch < microbatches:
-                    faults += _set_apart(plan, books, rank, slot, leaf, action)
+                    faults += _set_apart(plan, reading, rank, slot, leaf, action)
                     continue
                 needs, fills, message, other_rank = entry
                 if message >= 0 and leaf is not action:
-                    books.known = False
+                    reading.known = False
                     faults.append(Fault(rank, slot, action, f"{leaf} {_NO_PART}"))
                     continue
                 for offset in needs:
                     if not done[offset + microbatch]:
-                        faults += _too_early(books, rank, slot, leaf)
+                        faults += _too_early(reading, rank, slot, leaf)
                         break
                 for offset in fills:
                     if done[offset + microbatch]:
-                        faults.append(_twice(books, rank, slot, leaf))
+                        faults.append(_twice(reading, rank, slot, leaf))
                         break
                     done[offset + microbatch] = 1
                 if message < 0:
@@ -111,22 +111,22 @@ def order_faults(plan: Plan, books: Books) -> list[Fault]:
                     messages.append(message + microbatch)
                     peers.append(other_rank)
                     slots.append(slot)
-    return faults + _missing(plan, books.ledger)
+    return faults + _missing(plan, reading.ledger)
 
 
-def _set_apart(plan: Plan, books: Books, rank: int, slot: int, leaf: Action, action: Action) -> list[Fault]:
+def _set_apart(plan: Plan, reading: PlanReading, rank: int, slot: int, leaf: Action, action: Action) -> list[Fault]:
     """Put an action for a whole stage or a tie aside for its own check; any other is a fault."""
     problem = _unknown(plan, rank, leaf)
     if not problem and action.parts:
         problem = f"{leaf} {_NO_PART}"
     if problem:
-        books.known = False
+        reading.known = False
         return [Fault(rank, slot, leaf, problem)]
-    books.upkeep[rank].append((slot, leaf))
+    reading.whole_stage[rank].append((slot, leaf))
     if leaf.op is Op.REDUCE_TIES:
-        books.messages[rank].append(-1 - (leaf.microbatch or 0))
-        books.message_peers[rank].append(-1)
-        books.message_slots[rank].append(slot)
+        reading.messages[rank].append(-1 - (leaf.microbatch or 0))
+        reading.message_peers[rank].append(-1)
+        reading.message_slots[rank].append(slot)
     return []
 
 
@@ -169,9 +169,9 @@ def _not_an_edge(plan: Plan, leaf: Action) -> str:
     return f"no {what} goes between stages {maker} and {user} that way; remove the transfer or add it to the dataflow"
 
 
-def _too_early(books: Books, rank: int, slot: int, leaf: Action) -> list[Fault]:
+def _too_early(reading: PlanReading, rank: int, slot: int, leaf: Action) -> list[Fault]:
     """Return a fault for each need that is not there yet, with its place."""
-    plan, ledger = books.plan, books.ledger
+    plan, ledger = reading.plan, reading.ledger
     placement = plan.placement if plan.has_transfers else None
     faults = []
     for need in dependencies(leaf, plan.dataflow, placement):
@@ -179,7 +179,7 @@ def _too_early(books: Books, rank: int, slot: int, leaf: Action) -> list[Fault]:
             continue
         if ledger.done[ledger.offset(*_offset_key(need)) + (need.microbatch or 0)]:
             continue
-        later = books.first_slot(rank, need)
+        later = reading.first_slot(rank, need)
         if later == slot:
             problem = f"needs {need}, a later part of the same overlap; put that first, or before the overlap"
         elif later is not None:
@@ -194,10 +194,10 @@ def _offset_key(need: Action) -> tuple[Op, int, int | None]:
     return need.op, need.stage, need.other_stage if need.op in TRANSFERS else None
 
 
-def _twice(books: Books, rank: int, slot: int, leaf: Action) -> Fault:
-    firsts = [books.first_slot(rank, leaf._replace(op=given)) for given in GIVES.get(leaf.op, (leaf.op,))]
+def _twice(reading: PlanReading, rank: int, slot: int, leaf: Action) -> Fault:
+    firsts = [reading.first_slot(rank, leaf._replace(op=given)) for given in GIVES.get(leaf.op, (leaf.op,))]
     first = min(found for found in firsts if found is not None)
-    done = f"done already by {books.plan.actions[rank][first]} at slot {first}"
+    done = f"done already by {reading.plan.actions[rank][first]} at slot {first}"
     return Fault(rank, slot, leaf, f"{done}; remove one of the two")
 
 

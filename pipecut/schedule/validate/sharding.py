@@ -7,33 +7,35 @@ from collections.abc import Iterator
 
 from ..action import Action, Op
 from ..plan import Plan
-from .order import Books, Fault
+from .order import Fault, PlanReading
 
 _REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIES})
 
 
-def upkeep_faults(plan: Plan, books: Books) -> list[Fault]:
+def sharding_faults(plan: Plan, reading: PlanReading) -> list[Fault]:
     """Return the faults of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIES, on every rank."""
-    if not any(books.upkeep):
+    if not any(reading.whole_stage):
         return []
     faults: list[Fault] = []
-    for rank, upkeep in enumerate(books.upkeep):
-        faults += _use_of_sharded(plan, rank, upkeep, books)
-        faults += _reductions_too_early(plan, rank, upkeep, books)
-    return [*faults, *_reductions_missing(plan, books)]
+    for rank, whole_stage in enumerate(reading.whole_stage):
+        faults += _use_of_sharded(plan, rank, whole_stage, reading)
+        faults += _reductions_too_early(plan, rank, whole_stage, reading)
+    return [*faults, *_reductions_missing(plan, reading)]
 
 
-def _use_of_sharded(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
+def _use_of_sharded(
+    plan: Plan, rank: int, whole_stage: list[tuple[int, Action]], reading: PlanReading
+) -> Iterator[Fault]:
     """Find computations between a RESHARD, or the start, and the next UNSHARD of their stage."""
     end = len(plan.actions[rank])
-    sharded_since = {action.stage: 0 for _, action in upkeep if action.op in (Op.UNSHARD, Op.RESHARD)}
+    sharded_since = {action.stage: 0 for _, action in whole_stage if action.op in (Op.UNSHARD, Op.RESHARD)}
     closing = [(end, Action(stage, Op.UNSHARD)) for stage in sharded_since]
-    for slot, action in (*upkeep, *closing):
+    for slot, action in (*whole_stage, *closing):
         stage = action.stage
         if action.op is Op.RESHARD:
             sharded_since.setdefault(stage, slot)
         elif action.op is Op.UNSHARD and stage in sharded_since:
-            slots = books.computed[stage]
+            slots = reading.computed[stage]
             for place in range(bisect_left(slots, sharded_since.pop(stage)), bisect_right(slots, slot)):
                 used = plan.actions[rank][slots[place]]
                 assert used is not None  # a slot at which a stage computes
@@ -41,10 +43,12 @@ def _use_of_sharded(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], boo
                 yield Fault(rank, slots[place], used, problem)
 
 
-def _reductions_too_early(plan: Plan, rank: int, upkeep: list[tuple[int, Action]], books: Books) -> Iterator[Fault]:
-    for slot, action in upkeep:
+def _reductions_too_early(
+    plan: Plan, rank: int, whole_stage: list[tuple[int, Action]], reading: PlanReading
+) -> Iterator[Fault]:
+    for slot, action in whole_stage:
         for stage in _reduced(plan, rank, action):
-            last = books.computed[stage][-1] if books.computed[stage] else -1
+            last = reading.computed[stage][-1] if reading.computed[stage] else -1
             if last > slot:
                 problem = f"comes before {plan.actions[rank][last]} (slot {last}) of the stage; put it after the last"
                 yield Fault(rank, slot, action, problem)
@@ -60,12 +64,12 @@ def _reduced(plan: Plan, rank: int, action: Action) -> list[int]:
     return []
 
 
-def _reductions_missing(plan: Plan, books: Books) -> Iterator[Fault]:
+def _reductions_missing(plan: Plan, reading: PlanReading) -> Iterator[Fault]:
     """Find reductions that are missing or double: a plan that reduces anything reduces everything, once."""
     rank_of = plan.placement.rank_of
     there: dict[tuple[Op, int, int | None], list[int]] = {}
-    for rank, upkeep in enumerate(books.upkeep):
-        for slot, action in upkeep:
+    for rank, whole_stage in enumerate(reading.whole_stage):
+        for slot, action in whole_stage:
             if action.op in _REDUCTIONS:
                 there.setdefault(_reduction(rank, action), []).append(slot)
     kinds = {op for op, _, _ in there}
