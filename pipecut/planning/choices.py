@@ -13,7 +13,7 @@ from ..split import changed_state
 from .microbatches import largest_microbatch
 
 # Schedules that train; the search finds out which of them fit.
-TRAINING = tuple(name for name in FAMILIES if name != "ForwardOnly")
+TRAINING = tuple(family.name for family in FAMILIES.values() if family.training)
 
 
 @dataclass(frozen=True)
