@@ -100,7 +100,7 @@ class Chain:
         return f"what lies between {before} and {after}"
 
     def plan(self, cuts: Sequence[int]) -> SplitPlan:
-        """Cuts as numbers of blocks, as cuts of the model."""
+        """Turn cuts between blocks into cuts of the model."""
         return SplitPlan(tuple(self.places[position - 1].cut for position in cuts))
 
     def up_to(self, depth: int) -> Chain:
@@ -218,7 +218,7 @@ def allowed_places(traced: TracedModel) -> list[_Place]:
 
 
 def _with_work_between(places: list[_Place], ticks: list[int]) -> list[_Place]:
-    """Of places with no operation between them the outermost one; none before the first or after the last operation."""
+    """Keep, of places with no operation between them, the outermost; none before the first or after the last."""
     best: dict[int, _Place] = {}
     for place in places:
         done = bisect.bisect_left(ticks, place.cut.tick)
@@ -318,7 +318,7 @@ class _ChainMaker:
         return [_SharedBytes(tuple(sorted(blocks)), saved=self._number(sizes[key])) for key, blocks in users.items()]
 
     def _working(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
-        """In each block the most that one operation's backward needs: gradients of its result and of its arguments."""
+        """Return the most that one backward in each block needs: gradients of its result and of its arguments."""
         found = [0.0] * blocks
         for op in self.operations:
             needing = [index for index in {op.index, *op.refs} if self.finder.saved.index_needs_gradient(index)]
@@ -327,7 +327,7 @@ class _ChainMaker:
         return tuple(found)
 
     def _deferred(self, block_of: Mapping[int, int], blocks: int) -> tuple[float, ...]:
-        """In each block what its weights are multiplied with, each value once, and the gradients of the products."""
+        """Add up in each block what weights are multiplied with, each value once, and gradients of the products."""
         needed: list[set[int]] = [set() for _ in range(blocks)]
         is_weight, needs_gradient = self.finder.memory.is_weight, self.finder.saved.index_needs_gradient
         found = [0.0] * blocks
@@ -362,7 +362,7 @@ class _ChainMaker:
         return [(max(size, 0.0), count > 0) for size, count in totals]
 
     def _sendable(self, places: list[_Place]) -> list[_Place]:
-        """Places that nothing crosses which no other stage could get: sizes and numbers that depend on the data."""
+        """Keep the places that no size or number crosses which depends on the data: it could not be sent."""
         numbers = self._numbers_from_data()
         spans = [
             (op.tick, last)
@@ -372,7 +372,7 @@ class _ChainMaker:
         return [place for place in places if not any(made < place.cut.tick <= last for made, last in spans)]
 
     def _numbers_from_data(self) -> set[int]:
-        """Numbers that were taken out of a tensor, and those made of them."""
+        """Find numbers that were taken out of a tensor, and those made of them."""
         found: set[int] = set()
         for op in self.operations:
             if operator_of(op.target).returns_number or (op.spec is None and not found.isdisjoint(op.refs)):
@@ -388,7 +388,7 @@ class _ChainMaker:
         return found | dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1)
 
     def _free_to_make(self) -> set[int]:
-        """Values made of sizes, constants and buffers alone."""
+        """Find values made of sizes, constants and buffers alone."""
         free: set[int] = set()
         for op in self.traced.operations:
             made_of_nothing = op.kind == "op" and not op.writes and all(index in free for index in op.refs)

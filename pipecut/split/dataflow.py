@@ -38,7 +38,7 @@ def flow(traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], na
 
 
 class FlowFinder:
-    """Follows values from the stages that make them to those that use them."""
+    """Search for the way of values from the stages that make them to those that use them."""
 
     def __init__(
         self, traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]

@@ -100,7 +100,7 @@ class _Matcher:
         return all(map(self._equal, mine.leaves, theirs.leaves))
 
     def _flat(self, items: Sequence[Item], mine: bool) -> list[Item]:
-        """Items with checkpointed ones in line: whether a part is checkpointed does not change its values."""
+        """Put checkpointed items in line: whether a part is checkpointed does not change its values."""
         flat: list[Item] = []
         for item in items:
             if isinstance(item, Checkpointed):

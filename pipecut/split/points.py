@@ -153,7 +153,7 @@ def _check_no_mark_in_subgraphs(traced: TracedModel) -> None:
 
 
 def _checked_plan(traced: TracedModel, cuts: Iterable[Cut]) -> SplitPlan:
-    """Cuts in order, none inside a region, none with an empty stage beside it."""
+    """Order cuts; raise if one is inside a region, or has an empty stage beside it."""
     regions = Regions(traced)
     settled = []
     for cut in cuts:

@@ -336,7 +336,7 @@ class _Partitioner:
             self.taken_apart |= broken
 
     def _whole_around_pieces(self, program: Piece) -> set[tuple[str, int]]:
-        """Calls that look whole, of a module that another call in this stage has in pieces, or with one inside."""
+        """Find calls that look whole, of a module that another call in this stage has in pieces, or with one inside."""
         get = self.traced.model.get_submodule
         pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)}
         calls = (item.span for item in walk(program.items) if isinstance(item, WholeCall))

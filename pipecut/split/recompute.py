@@ -72,7 +72,7 @@ def recompute(
 
 
 class _Chooser:
-    """Chooses what one stage makes itself."""
+    """Choice of the values that one stage makes itself."""
 
     def __init__(self, finder: FlowFinder, recomputable: _Recomputable, stage: int) -> None:
         self.finder, self.recomputable, self.stage = finder, recomputable, stage
@@ -89,7 +89,7 @@ class _Chooser:
         return chosen
 
     def _groups(self) -> Iterator[frozenset[int]]:
-        """Values made from the same model inputs: together they may be worth the inputs. Then each by itself."""
+        """Group values by the model inputs that they need: together they may be worth the inputs. Then each alone."""
         received = [value for value in self.finder.arriving(self.stage, self.needs) if self._is_candidate(value)]
         groups: dict[frozenset[int], set[int]] = {}
         for value in received:
@@ -187,7 +187,7 @@ class _Recomputable:
         return all(index in self._yes for index in op.refs)
 
     def _opaque_spans(self, programs: Sequence[Piece]) -> Iterator[Span]:
-        """Calls whose operations may be others next time, or do more than a trace shows."""
+        """Yield calls whose operations may be others next time, or do more than a trace shows."""
         yield from (span for span in self.traced.spans() if span.kind != "call")
         for item in (item for program in programs for item in walk(program.items)):
             if isinstance(item, WholeCall) and not self._is_as_traced(item.span):
@@ -255,7 +255,7 @@ def _buffers_below(traced: TracedModel, path: str) -> set[str]:
 
 
 def _untraced(traced: TracedModel) -> Iterator[Span]:
-    """Calls of modules that could not be traced: nobody knows what they write to."""
+    """Return calls of modules that could not be traced: nobody knows what they write to."""
     paths = {fallback.path for fallback in traced.fallbacks}
     return (span for span in traced.spans("call") if span.path in paths)
 

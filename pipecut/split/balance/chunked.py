@@ -20,7 +20,7 @@ _Quality = tuple[float, float]
 
 
 class ChunkedCuts:
-    """Looks for cuts of the least bottleneck over ranks."""
+    """Search for cuts of the least bottleneck over ranks."""
 
     def __init__(self, blocks: Blocks, ranks: Ranks) -> None:
         self.blocks, self.ranks = blocks, ranks
@@ -71,9 +71,9 @@ class ChunkedCuts:
     def _stage_time(self, stage: int, begin: Positions, end: Positions) -> Array:
         blocks, speed = self.blocks, self.ranks.speeds[self.ranks.rank_of[stage]]
         time: Array = (blocks.work[end] - blocks.work[begin]) / speed
-        if stage and self.ranks.pays(stage - 1):
+        if stage and self.ranks.crosses_ranks(stage - 1):
             time = time + blocks.crossing[begin]
-        return time + blocks.crossing[end] if self.ranks.pays(stage) else time
+        return time + blocks.crossing[end] if self.ranks.crosses_ranks(stage) else time
 
     def _by_shares(self) -> list[int]:
         """Give each rank its part of the work by its speed, in equal stages."""
@@ -128,7 +128,7 @@ class ChunkedCuts:
         return int(options[chosen]) if gains else cuts[place]
 
     def _others(self, bounds: list[int], place: int) -> tuple[list[float], list[float]]:
-        """Time and memory of each rank without the two stages beside a cut."""
+        """Return time and memory of each rank without the two stages beside a cut."""
         loads, needs = [0.0] * self.ranks.ranks, [0.0] * self.ranks.ranks
         for stage, rank in enumerate(self.ranks.rank_of):
             if stage not in (place, place + 1):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .chunked import ChunkedCuts
-from .problem import Blocks, Ranks, alone
+from .problem import Blocks, Ranks, one_rank_per_stage
 from .reach import Reach
 
 _MOST_NODES = 20_000
@@ -20,7 +20,7 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """Some cuts, the memory of each rank, as a share of its limit too, and whether no cut has a smaller share."""
+    """Cuts, the memory of each rank, as a share of its limit too, and whether no cut has a smaller share."""
 
     cuts: list[int]
     memory: tuple[float, ...]
@@ -59,8 +59,8 @@ def _bisected(blocks: Blocks, ranks: Ranks, chunked: ChunkedCuts) -> list[int]:
 
 
 def _searched(blocks: Blocks, ranks: Ranks, chunked: ChunkedCuts) -> tuple[list[int], bool]:
-    """From stages that are lean each by itself, one cut moved after the other, and then all cuts in order."""
-    each = alone(ranks)
+    """Improve stages that need little memory each by itself, one cut at a time, and then search all cuts in order."""
+    each = one_rank_per_stage(ranks)
     start = _bisected(blocks, each, ChunkedCuts(blocks, each))
     share = chunked.share(start)
     if share > 0:

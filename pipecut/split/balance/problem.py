@@ -164,13 +164,13 @@ class Ranks:
         """Return the same ranks with another memory."""
         return Ranks(self.rank_of, self.speeds, tuple(limit * factor for limit in self.memory), self.in_flight)
 
-    def pays(self, stage: int) -> bool:
+    def crosses_ranks(self, stage: int) -> bool:
         """Return True if what passes from a stage to the next one goes to another rank."""
         return stage + 1 < self.stages and self.rank_of[stage] != self.rank_of[stage + 1]
 
 
-def alone(ranks: Ranks) -> Ranks:
-    """Every stage as a rank of its own, with its part of the speed and the memory of its rank."""
+def one_rank_per_stage(ranks: Ranks) -> Ranks:
+    """Return every stage as a rank of its own, with its part of the speed and the memory of its rank."""
     held = [ranks.rank_of.count(rank) for rank in ranks.rank_of]
     return Ranks(
         tuple(range(ranks.stages)),
@@ -236,7 +236,7 @@ class Memory:
         return needed
 
     def earliest(self, limit: float) -> Positions:
-        """For each end the first begin from which the run fits; the end itself if not even one block does."""
+        """Return for each end the first begin from which the run fits; the end itself if not even one block does."""
         count = self.blocks.count
         if math.isinf(limit):
             return np.zeros(count + 1, dtype=np.int64)
@@ -261,7 +261,7 @@ class Memory:
         return low
 
     def _slide(self, limit: float) -> Positions:
-        """Two bounds that only go forward; what is shared is counted by how many of its blocks are between them."""
+        """Move two bounds forward; what is shared is counted by how many of its blocks are between them."""
         uses: list[list[int]] = [[] for _ in self.blocks.times]
         for number, (users, _) in enumerate(self._bytes):
             for block in users:

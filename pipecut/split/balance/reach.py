@@ -25,7 +25,7 @@ _ROUNDING = 1e-12
 
 
 class Reach:
-    """Knows which bounds stages can end at. Stage s runs on rank `rank_of[s]`."""
+    """Bounds that stages can end at. Stage s runs on rank `rank_of[s]`."""
 
     def __init__(self, blocks: Blocks, ranks: Ranks) -> None:
         self.blocks, self.ranks = blocks, ranks
@@ -76,7 +76,7 @@ class Reach:
         return fine
 
     def begins_of(self, stage: int, ends: Positions, limit: float) -> npt.NDArray[np.bool_]:
-        """For every bound whether a stage that begins there, and has one of the ends, is within the limit."""
+        """Mark every bound from which a stage to one of the ends is within the limit."""
         count, crossing = self.blocks.count, self.blocks.crossing
         scaled = self.blocks.work / self.speeds[stage]
         values = np.full(count + 1, -math.inf)
@@ -93,7 +93,7 @@ class Reach:
         return loads
 
     def path(self, reached: Reached, limit: float) -> list[int]:
-        """Some cuts within the limit, from the end back."""
+        """Return some cuts within the limit, found from the end back."""
         end, cuts = self.blocks.count, []
         for stage in range(self.ranks.stages - 1, 0, -1):
             begins = np.flatnonzero(reached[stage][:end])
@@ -123,10 +123,10 @@ class Reach:
                 low = middle
             else:
                 found = min(middle, self.bottleneck(self.path(reached, middle)))
-        return self._settled(found)
+        return self._tightened(found)
 
-    def _settled(self, found: float) -> float:
-        """From a time near the least one down to it: each step is the time of a cut that exists."""
+    def _tightened(self, found: float) -> float:
+        """Go from a time near the least one down to it; each step is the time of a cut that exists."""
         while True:
             less = found * (1 - 1e-9)
             reached = self.within(less)
@@ -137,7 +137,7 @@ class Reach:
 
 
 def _greatest_before(values: Array, earliest: Positions) -> Array:
-    """For each bound the greatest value from its earliest begin up to, not including, itself."""
+    """Return for each bound the greatest value from its earliest begin up to, not including, itself."""
     shifted = np.concatenate(([-math.inf], np.maximum.accumulate(values)[:-1]))
     if not earliest.any():
         return shifted

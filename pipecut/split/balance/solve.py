@@ -17,7 +17,7 @@ from ...errors import SplitError, TooLittleMemoryError
 from ...text import format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
 from .least_memory import LeastMemory, least_memory_cuts
-from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, alone
+from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, one_rank_per_stage
 from .reach import Reach, Reached
 
 __all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance_stages", "evaluate_cuts"]
@@ -132,9 +132,9 @@ def _exact(blocks: Blocks, ranks: Ranks, slack: float) -> tuple[list[int], float
 
 
 def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
-    """Start from stages that are balanced each by itself, as well; where none of that fits, from the leanest cut."""
+    """Search from stages balanced each by itself too; where none fits, from the cut that needs least memory."""
     chunked = ChunkedCuts(blocks, ranks)
-    each = alone(ranks)
+    each = one_rank_per_stage(ranks)
     starts = []
     for limited in (each, each.with_memory(math.inf)):
         reach = Reach(blocks, limited)
@@ -153,7 +153,7 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
 
 
 def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: LeastMemory) -> TooLittleMemoryError:
-    """Say the least memory that would do."""
+    """Make the error that says the least memory that would do."""
     if len(set(ranks.memory)) == 1:
         given, needed = format_bytes(ranks.memory[0]), format_bytes_rounded_up(max(leanest.memory))
     else:
@@ -176,7 +176,7 @@ def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: LeastMemory) -> TooLittl
 
 
 def _rounded_up(number: float) -> float:
-    """Three digits that are not less."""
+    """Round up to three digits."""
     step = 10.0 ** (math.floor(math.log10(number)) - 2)
     return math.ceil(number / step - 1e-9) * step
 
@@ -214,7 +214,7 @@ def _preferred_cuts(reach: Reach, limit: float) -> list[int]:
 
 
 def _leading_to_the_end(reach: Reach, reached: Reached, limit: float, prices: Array) -> list[Positions]:
-    """For each number of stages the bounds that can be reached, and from which the rest can be."""
+    """Return for each number of stages the bounds that can be reached, and from which the rest can be."""
     path = reach.path(reached, limit)
     active = [np.array([reach.blocks.count])]
     for stage in range(reach.ranks.stages - 1, 0, -1):

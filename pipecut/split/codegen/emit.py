@@ -1,4 +1,4 @@
-"""Writes the Python source of a stage's pieces: plain code, no node-by-node interpreter at run time."""
+"""Python source of a stage's pieces: plain code, no node-by-node interpreter at run time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
 
 
 class Emitter:
-    """Emits the functions of one stage."""
+    """Emitter of the functions of one stage."""
 
     def __init__(self, naming: Naming, modes: ModeDifferences, stage: int) -> None:
         self.naming = naming
@@ -81,7 +81,7 @@ class Emitter:
         return self.functions
 
     def piece(self, piece: Piece, wanted: set[Key]) -> tuple[list[str], list[str]]:
-        """Emit a nested piece; the names that it takes and gives."""
+        """Emit a nested piece; return the names that it takes and gives."""
         naming = self.naming
         outside = (key for key in used_by_items(piece.items) if not naming.is_state(key))
         takes = [naming.name(key) for key in sorted(outside, key=naming.order)]
@@ -96,7 +96,7 @@ class Emitter:
 
 
 class _Writer:
-    """Writes the body of one function."""
+    """Writer of the body of one function."""
 
     def __init__(self, emitter: Emitter, piece: Piece) -> None:
         self.emitter = emitter
@@ -249,7 +249,7 @@ _WRITE: dict[type, Callable[[_Writer, Any, set[Key]], None]] = {
 
 
 def _needed_after(items: Sequence[Item], wanted: set[Key]) -> list[set[Key]]:
-    """For each item, the values that are still needed once it has run."""
+    """Return for each item the values that are still needed once it has run."""
     needed = set(wanted)
     result: list[set[Key]] = []
     for item in reversed(items):
@@ -259,7 +259,7 @@ def _needed_after(items: Sequence[Item], wanted: set[Key]) -> list[set[Key]]:
 
 
 def _paths_with_several_forwards(program: Piece) -> frozenset[str]:
-    """Modules of which more than one piece runs in this stage."""
+    """Return the modules of which more than one piece runs in this stage."""
     pieces = collections.Counter(item.path for item in walk(program.items) if isinstance(item, Piece))
     return frozenset(path for path, count in pieces.items() if count > 1)
 

@@ -31,7 +31,7 @@ class Naming:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """All names that are taken by values and sizes."""
+        """Names that are taken by values and sizes."""
         return frozenset((*self.values.values(), *map(str, self.traced.dims)))
 
     def name(self, key: Key) -> str:

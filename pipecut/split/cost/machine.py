@@ -74,12 +74,12 @@ class Machine:
         return _measured(str(torch.device(device)), wanted)
 
     def time(self, flops: float, bytes_moved: float, dtype: torch.dtype) -> float:
-        """Seconds of one operation: what takes longer, the arithmetic or the memory, and the start of it."""
+        """Return the seconds of one operation: the longer of arithmetic and memory, and the overhead."""
         rate = self.matmul_flops.get(dtype, self.matmul_flops[torch.float32])
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.overhead
 
     def transfer_time(self, size: float) -> float:
-        """Seconds of one message to another device."""
+        """Return the seconds of one message to another device."""
         return self.link_latency + size / self.link_bandwidth
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ def _seconds(call: Callable[[], object], device: torch.device, calls: int = 1) -
 
 
 def _no_wait() -> None:
-    """The CPU is done when a call returns."""
+    """Do nothing: the CPU is done when a call returns."""
 
 
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
@@ -169,7 +169,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        """All three."""
+        """Sum of all three."""
         return self.forward + self.backward_input + self.backward_weight
 
     def __add__(self, other: Times) -> Times:
@@ -180,7 +180,7 @@ class Times:
         )
 
     def scaled(self, forward: float, backward_input: float, backward_weight: float) -> Times:
-        """Return each part by a factor of its own."""
+        """Multiply each part by a factor of its own."""
         return Times(
             self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
         )

@@ -84,7 +84,7 @@ class SavedValues:
         self._inside = _kept_whole(traced)
 
     def of(self, op: Operation) -> tuple[_Saved, ...]:
-        """Values that an operation keeps; under a checkpoint its first operation keeps the checkpoint's arguments."""
+        """Return what an operation keeps; the first one of a checkpoint keeps the checkpoint's arguments."""
         if op.kind != "op":
             return ()
         if op.index in self._inside:
@@ -110,7 +110,7 @@ class SavedValues:
             yield _Saved(self.memory.maker[ref.index], self.memory.held(ref.index))
 
     def own(self, op: Operation, size: Dim) -> Iterator[_Saved]:
-        """Memory that an operation makes besides its result."""
+        """Yield memory that an operation makes besides its result."""
         yield _Saved(-1 - op.index, size)
 
     def _values(self, indices: tuple[int, ...]) -> tuple[_Saved, ...]:
