@@ -13,6 +13,7 @@ import pytest
 import torch.distributed
 
 from pipecut.compat.installing import MODULES, UPSTREAM, install, uninstall
+from tests.support.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
@@ -112,9 +113,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "method", ["spawn", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "fork"))]
-)
+@pytest.mark.parametrize("method", sampled(["spawn", "forkserver", "fork"], lambda method: method == "fork"))
 def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_path: Path, method: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SPAWNS)

@@ -400,6 +400,7 @@ def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     assert set(done.stdout.splitlines()) == {"rank 0 has 30", "rank 1 has 30", "result [0, 1] False"}
 
 
+@pytest.mark.slow
 def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -132,6 +132,7 @@ def train_on_a_rank(rank: int) -> dict[str, Tensor | None]:
     return gradients_of(stage.submod)
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     with Ranks(2) as ranks:
         first, second = ranks.run(train_on_a_rank)

@@ -16,7 +16,7 @@ from pipecut import Pipe, Schedule1F1B, pipeline, save_stage
 from pipecut.stage.materialize.safetensors_format import SafetensorsFile, write_safetensors
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WIDTH = 1200
 LAYERS = 32
