@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut.run import differences, digest, exchange
+from pipecut.run.handshake import differences, digest, exchange
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
