@@ -14,13 +14,17 @@ from ..errors import InputError, warn
 from ..run import ActionContext, FamilySchedule, StepState, checked_op
 from ..schedule import Action, Family, Op, Placement, Plan, add_transfers, load_csv
 from ..stage import PipelineStage, is_initialized
-from .actions import UpstreamAction, UpstreamOrder, order_from_upstream, order_to_upstream, to_upstream
-from .passes import (
+from .actions import (
     Order,
+    UpstreamAction,
+    UpstreamOrder,
     defer_recv_ops,
+    order_from_upstream,
+    order_to_upstream,
     plan_of,
     reduce_grad,
     simulate,
+    to_upstream,
     unshard_reshard,
     validate_schedule,
 )

@@ -17,7 +17,8 @@ from ..errors import InputError, PlanError, warn
 from ..run import FamilySchedule, StepState, refuse_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
-from . import _utils, passes
+from . import _utils
+from . import actions as _passes
 from . import microbatch as _microbatch
 from . import stage as _stage
 from .actions import UpstreamAction, UpstreamOrder, UpstreamRow
@@ -274,35 +275,35 @@ class _CustomFunctionProtocol(Protocol):
 
 
 def _add_unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
-    return passes.unshard_reshard(compute_actions, max_active_stages)
+    return _passes.unshard_reshard(compute_actions, max_active_stages)
 
 
 def _add_reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
-    return passes.reduce_grad(actions, n_microbatches)
+    return _passes.reduce_grad(actions, n_microbatches)
 
 
 def _merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
-    return passes.merge_bw(compute_actions)
+    return _passes.merge_bw(compute_actions)
 
 
 def _add_send_recv(compute_actions: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
-    return passes.send_recv(compute_actions, stage_to_rank, num_stages)
+    return _passes.send_recv(compute_actions, stage_to_rank, num_stages)
 
 
 def _defer_recv_ops(actions: _Order, stage_to_rank: _RankOf) -> UpstreamOrder:
-    return passes.defer_recv_ops(actions, stage_to_rank)
+    return _passes.defer_recv_ops(actions, stage_to_rank)
 
 
 def _simulate_comms_compute(pipeline_order: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
-    return passes.simulate(pipeline_order, stage_to_rank, num_stages)
+    return _passes.simulate(pipeline_order, stage_to_rank, num_stages)
 
 
 def _validate_schedule(actions: _Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    return passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
+    return _passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
 
 
 def _format_pipeline_order(pipeline_order: _Order, error_step_number: int | None = None) -> str:
-    return passes.format_order(pipeline_order, error_step_number)
+    return _passes.format_order(pipeline_order, error_step_number)
 
 
 def _requires_reduce_grad(action_type: Op) -> bool:

@@ -7,7 +7,6 @@ from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand
 from .inputs import cut_traced as cut_traced
-from .schedule import PipelineSchedule as PipelineSchedule
 from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from .schedules import PipelineScheduleSingle as PipelineScheduleSingle
