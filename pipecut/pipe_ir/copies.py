@@ -25,50 +25,6 @@ from ..torch_internals import (
 )
 
 
-class _Quiet:
-    """First of the bases, so that the __init_subclass__ of the user's class does not run."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) -> type[nn.Module]:
-    """Make a subclass with the name of `cls` and other members; `cls` does not hear of it."""
-    name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    quiet = () if issubclass(cls, _Quiet) else (_Quiet,)
-    return type(cls.__name__, (*quiet, *bases, cls), {**name, **members})
-
-
-def _empty(module: nn.Module, path: str) -> None:
-    """Take the tensors from a module that others read plain attributes of; reading a tensor raises.
-
-    >>> import torch
-    >>> linear = nn.Linear(2, 3)
-    >>> _empty(linear, "head")
-    >>> linear.out_features
-    3
-    >>> linear.weight
-    Traceback (most recent call last):
-    pipecut.errors.AbsentTensorError: head.weight is asked for in a stage that does not hold 'head', by a \
-module that refers to it without having registered it: cut so that both are in one stage, or pass the tensor as an \
-argument
-    """
-    names = {*parameters_of(module), *buffers_of(module)}
-    parameters_of(module).clear()
-    buffers_of(module).clear()
-    base: Any = type(module)
-
-    def __getattr__(self: nn.Module, name: str) -> Any:  # noqa: N807
-        if name in names:
-            raise AbsentTensorError(
-                f"{path}.{name} is asked for in a stage that does not hold {path!r}, by a module that refers to it "
-                "without having registered it: cut so that both are in one stage, or pass the tensor as an argument"
-            )
-        return base.__getattr__(self, name)
-
-    module.__class__ = quiet_subclass(base, {"__getattr__": __getattr__})
-
-
 def clone(
     model: nn.Module,
     absent: Collection[nn.Module] = (),
@@ -151,6 +107,36 @@ def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
     return True
 
 
+def _empty(module: nn.Module, path: str) -> None:
+    """Take the tensors from a module that others read plain attributes of; reading a tensor raises.
+
+    >>> import torch
+    >>> linear = nn.Linear(2, 3)
+    >>> _empty(linear, "head")
+    >>> linear.out_features
+    3
+    >>> linear.weight
+    Traceback (most recent call last):
+    pipecut.errors.AbsentTensorError: head.weight is asked for in a stage that does not hold 'head', by a \
+module that refers to it without having registered it: cut so that both are in one stage, or pass the tensor as an \
+argument
+    """
+    names = {*parameters_of(module), *buffers_of(module)}
+    parameters_of(module).clear()
+    buffers_of(module).clear()
+    base: Any = type(module)
+
+    def __getattr__(self: nn.Module, name: str) -> Any:  # noqa: N807
+        if name in names:
+            raise AbsentTensorError(
+                f"{path}.{name} is asked for in a stage that does not hold {path!r}, by a module that refers to it "
+                "without having registered it: cut so that both are in one stage, or pass the tensor as an argument"
+            )
+        return base.__getattr__(self, name)
+
+    module.__class__ = quiet_subclass(base, {"__getattr__": __getattr__})
+
+
 def stand_in_for_meta(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -173,3 +159,17 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) -> type[nn.Module]:
+    """Make a subclass with the name of `cls` and other members; `cls` does not hear of it."""
+    name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    quiet = () if issubclass(cls, _Quiet) else (_Quiet,)
+    return type(cls.__name__, (*quiet, *bases, cls), {**name, **members})
+
+
+class _Quiet:
+    """First of the bases, so that the __init_subclass__ of the user's class does not run."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass

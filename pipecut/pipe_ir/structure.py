@@ -17,8 +17,93 @@ from torch import nn
 
 from ..torch_internals import pytree
 
+Path = tuple[str, ...]
+
+
+class Atom:
+    """Base class of dataclasses that are leaves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """Structure of a nested value: `rebuild` makes the value of its children, which `keys` lead to.
+
+    A leaf has neither children nor `rebuild`.
+    """
+
+    kind: str
+    rebuild: Callable[[list[Any]], Any] | None = None
+    keys: Path = ()
+    children: tuple[Structure, ...] = ()
+
+    def paths(self) -> Iterator[Path]:
+        """Yield the source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
+        if self.rebuild is None:
+            yield ()
+        for key, child in zip(self.keys, self.children, strict=True):
+            for rest in child.paths():
+                yield (key, *rest)
+
+
+LEAF = Structure("leaf")
+
+
+def flatten(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
+    """Return the leaves of a nested value and its Structure; `holders` opens objects with tensors inside.
+
+    >>> leaves, structure = flatten({"a": 1, "b": (2, None)})
+    >>> leaves, list(structure.paths())
+    ([1, 2, None], [("['a']",), ("['b']", '[0]'), ("['b']", '[1]')])
+    """
+    return _flatten(value, is_tensor_holder if holders else _never)
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+    opened = _open(value, is_holder)
+    if opened is None:
+        return [value], LEAF
+    keys, children, rebuild = opened
+    # What belongs to a holder is put together anew with it, tensors or not.
+    inside = is_plain_object if is_holder(value) else is_holder
+    leaves: list[Any] = []
+    structures = []
+    for child in children:
+        child_leaves, structure = _flatten(child, inside)
+        leaves += child_leaves
+        structures.append(structure)
+    return leaves, Structure(type(value).__name__, rebuild, tuple(keys), tuple(structures))
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Rebuild the nested value that `flatten` took apart, with these leaves."""
+    return _build(structure, iter(leaves))
+
+
+def _build(part: Structure, remaining: Iterator[Any]) -> Any:
+    if part.rebuild is None:
+        return next(remaining)
+    return part.rebuild([_build(child, remaining) for child in part.children])
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, *, holders: bool = False) -> Any:
+    """Replace each leaf of a nested value by `function(leaf)`; return the value itself if none changes."""
+    leaves, structure = flatten(value, holders=holders)
+    mapped = [function(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return unflatten(structure, mapped)
+
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # these lead to all that a trace knows of sizes
+
+
 _NEVER = (type, types.FunctionType, types.ModuleType, torch.Tensor, nn.Module, *_NUMBERS)
+
+
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
@@ -80,37 +165,6 @@ def _finds_tensor(value: Any, around: frozenset[int]) -> bool:
     # All of them, for the circle may be behind the tensor.
     found = [_finds_tensor(item, around | {id(value)}) for item in inside]
     return any(found)
-
-
-Path = tuple[str, ...]
-
-
-class Atom:
-    """Base class of dataclasses that are leaves."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Structure:
-    """Structure of a nested value: `rebuild` makes the value of its children, which `keys` lead to.
-
-    A leaf has neither children nor `rebuild`.
-    """
-
-    kind: str
-    rebuild: Callable[[list[Any]], Any] | None = None
-    keys: Path = ()
-    children: tuple[Structure, ...] = ()
-
-    def paths(self) -> Iterator[Path]:
-        """Yield the source text that leads from the value to each leaf: `('[0]', '.weight', "['mask']")`."""
-        if self.rebuild is None:
-            yield ()
-        for key, child in zip(self.keys, self.children, strict=True):
-            for rest in child.paths():
-                yield (key, *rest)
-
-
-LEAF = Structure("leaf")
 
 
 _Opened = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
@@ -189,53 +243,3 @@ def _open_registered(value: Any) -> _Opened:
     keys = [pytree.keystr(path) for path, _ in leaves_with_path]
     children = [leaf for _, leaf in leaves_with_path]
     return keys, children, lambda made: pytree.tree_unflatten(made, spec)
-
-
-def flatten(value: Any, *, holders: bool = False) -> tuple[list[Any], Structure]:
-    """Return the leaves of a nested value and its Structure; `holders` opens objects with tensors inside.
-
-    >>> leaves, structure = flatten({"a": 1, "b": (2, None)})
-    >>> leaves, list(structure.paths())
-    ([1, 2, None], [("['a']",), ("['b']", '[0]'), ("['b']", '[1]')])
-    """
-    return _flatten(value, is_tensor_holder if holders else _never)
-
-
-def _never(value: Any) -> bool:
-    return False
-
-
-def _flatten(value: Any, is_holder: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
-    opened = _open(value, is_holder)
-    if opened is None:
-        return [value], LEAF
-    keys, children, rebuild = opened
-    # What belongs to a holder is put together anew with it, tensors or not.
-    inside = is_plain_object if is_holder(value) else is_holder
-    leaves: list[Any] = []
-    structures = []
-    for child in children:
-        child_leaves, structure = _flatten(child, inside)
-        leaves += child_leaves
-        structures.append(structure)
-    return leaves, Structure(type(value).__name__, rebuild, tuple(keys), tuple(structures))
-
-
-def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """Rebuild the nested value that `flatten` took apart, with these leaves."""
-    return _build(structure, iter(leaves))
-
-
-def _build(part: Structure, remaining: Iterator[Any]) -> Any:
-    if part.rebuild is None:
-        return next(remaining)
-    return part.rebuild([_build(child, remaining) for child in part.children])
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any, *, holders: bool = False) -> Any:
-    """Replace each leaf of a nested value by `function(leaf)`; return the value itself if none changes."""
-    leaves, structure = flatten(value, holders=holders)
-    mapped = [function(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
-        return value
-    return unflatten(structure, mapped)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,35 +17,8 @@ from ...torch_internals import buffers_of
 from ..copies import clone
 from ..inputs import Example
 from ..sizes.dynamic import Place
-from ..tracing.records import attributes_of, is_same
+from ..tracing.records import attributes_of, changed_attributes
 from .observe import Observations, ObservedRun, Watcher
-
-
-@contextlib.contextmanager
-def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore random generators after a block: torch's (CPU and devices of these tensors), Python's and numpy's.
-
-    >>> before = torch.get_rng_state()
-    >>> with kept_random_numbers([]):
-    ...     _ = torch.rand(3)
-    >>> torch.equal(torch.get_rng_state(), before)
-    True
-    """
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in {device.type for device in devices}:
-            indices = [device.index for device in devices if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
 
 
 def run_on_example(model: nn.Module, example: Example) -> Observations:
@@ -103,20 +76,12 @@ def _run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Obser
     own = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     args, kwargs = example.call_with(tuple(own))
     runner = _with_own_tensors(clone(model))
-    before = {path: attributes_of(module) for path, module in runner.named_modules()}
+    before = attributes_of(runner)
     with kept_random_numbers((*runner.parameters(), *runner.buffers(), *own)), torch.enable_grad():
         calls = Watcher(runner).run(args, kwargs)
-    return ObservedRun(tuple(tuple(tensor.shape) for tensor in tensors), calls, _changed(before, runner))
-
-
-def _changed(before: Mapping[str, Mapping[str, Any]], model: nn.Module) -> tuple[str, ...]:
-    """Return the attributes that the forwards of modules have set: `block.scale`."""
-    found = []
-    for path, module in model.named_modules():
-        was, now = before.get(path, {}), attributes_of(module)
-        names = sorted(name for name in now if name not in was or not is_same(was[name], now[name]))
-        found += [f"{path}.{name}".lstrip(".") for name in names]
-    return tuple(found)
+    changed = changed_attributes(before, runner)
+    names = tuple(f"{path}.{name}".lstrip(".") for path, names in changed.items() for name in names)
+    return ObservedRun(tuple(tuple(tensor.shape) for tensor in tensors), calls, names)
 
 
 def _with_own_tensors(model: nn.Module) -> nn.Module:
@@ -133,6 +98,33 @@ def _with_own_tensors(model: nn.Module) -> nn.Module:
             for name, value in list(names.items()):
                 names[name] = own(value)
     return model
+
+
+@contextlib.contextmanager
+def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore random generators after a block: torch's (CPU and devices of these tensors), Python's and numpy's.
+
+    >>> before = torch.get_rng_state()
+    >>> with kept_random_numbers([]):
+    ...     _ = torch.rand(3)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind in {device.type for device in devices}:
+            indices = [device.index for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
 
 
 @dataclass(frozen=True)

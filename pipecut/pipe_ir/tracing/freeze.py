@@ -25,6 +25,125 @@ from .records import OpenSpan, RecordedNode, RecordedTensor
 from .user_code import line_of
 
 
+def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
+    """Return all of a trace as frozen values, independent of the tracer."""
+    return _Freezer(model, example, run, training).traced()
+
+
+class _Freezer:
+    """Conversion of one recorded run: ticks, spans, inputs and operations."""
+
+    def __init__(self, model: nn.Module, example: Example, run: Recorder, training: bool) -> None:
+        assert run.root is not None
+        self.model, self.example, self.run, self.training = model, example, run, training
+        self.root = run.root
+        names = _input_names(example)
+        values = [recorded.node.meta["val"] for recorded in run.inputs]
+        dim_names = example.dynamic.names
+        same = same_sizes(
+            run.nodes,
+            [recorded.node for recorded in run.inputs],
+            hints_of(values, example.tensors),
+            names_of(values, dim_names),
+        )
+        shapes = [tuple(tensor.shape) for tensor in example.tensors]
+        inputs = list(zip(names, values, strict=True))
+        self.symbols = Symbols(
+            inputs, {**run.decisions.replacements, **same}, example.dynamic, shapes, run.decisions.made
+        )
+        self.device = _device(model, example)
+        input_names = {recorded.node: name for recorded, name in zip(run.inputs, names, strict=True)}
+        self.operations = _Operations(model, run, self.symbols, input_names, self.device)
+        self.span_ticks: dict[int, tuple[int, int]] = {}
+        self.span_contexts: dict[int, Context] = {}
+
+    def traced(self) -> TracedModel:
+        self._walk_timeline()
+        root = self._span(self.root)
+        output = self.run.output.converted(self.operations.leaf)
+        operations, index = self.operations.finished(), self.operations.index
+        input_values = [index[recorded.node] for recorded in self.run.inputs]
+        inputs = self._inputs(input_values, operations)
+        return TracedModel(
+            operations=operations,
+            root=root,
+            inputs=inputs,
+            signature=self.example.signature,
+            output=output,
+            dims={symbol: (input_values[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
+            hints={
+                str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
+            },
+            state_names={index[node]: tuple(names) for node, names in self.operations.state.items() if node in index},
+            device=self.device,
+            model=self.model,
+            training=self.training,
+            conditions=find_conditions(self.run, self.symbols, operations, self.span_ticks),
+            reached_state=frozenset(index[node] for node in self.operations.reached),
+            mode_readers=frozenset(self.run.mode_readers),
+            assigned_attributes=self.run.assigned_attributes,
+            untraced_effects=self.run.untraced_effects,
+            named_dims=tuple(sorted(self.symbols.named)),
+            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_values),
+            autocast=active_autocast(),
+        )
+
+    def _walk_timeline(self) -> None:
+        """Give every node, and every begin and end of a span, its tick."""
+        pending = iter(_events(self.root))
+        event = next(pending, None)
+        tick = 0
+        for position, node in enumerate(self.run.nodes):
+            while event is not None and event[0] <= position:
+                self._note_event(event, tick)
+                tick, event = tick + 1, next(pending, None)
+            self.operations.note(node, tick)
+            tick += 1
+        while event is not None:
+            self._note_event(event, tick)
+            tick, event = tick + 1, next(pending, None)
+
+    def _note_event(self, event: tuple[int, OpenSpan, bool], tick: int) -> None:
+        _, span, begins = event
+        if begins:
+            self.span_ticks[id(span)] = (tick, -1)
+            self.span_contexts[id(span)] = self.operations.modes.context
+        else:
+            self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
+        for leaf in (span.args if begins else span.result).leaves:
+            if isinstance(leaf, RecordedTensor):
+                self.operations.correct(leaf)
+
+    def _span(self, span: OpenSpan) -> Span:
+        begin, end = self.span_ticks[id(span)]
+        children = tuple(self._span(child) for child in span.children)
+        return Span(
+            kind=span.kind,
+            path=span.path,
+            nth_call=span.nth_call,
+            begin=begin,
+            end=end,
+            args=span.args.converted(self.operations.leaf),
+            result=span.result.converted(self.operations.leaf),
+            context=self.span_contexts[id(span)],
+            children=children,
+            options=span.options,
+            assigned_buffers={
+                name: self.operations.index[recorded.node] for name, recorded in span.assigned_buffers.items()
+            },
+        )
+
+    def _inputs(self, input_values: list[int], operations: tuple[Operation, ...]) -> tuple[TracedInput, ...]:
+        order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
+        value_of = dict(zip(order, input_values, strict=True))
+        return tuple(
+            TracedInput(path, _identifier(path), value_of[nth], spec=operations[value_of[nth]].spec)
+            if nth in value_of
+            else TracedInput(path, _identifier(path), None, value)
+            for path, nth, value in self.example.named
+        )
+
+
 @dataclass
 class _OpenOperation:
     """An operation that can still change: its value may be written to by later ones."""
@@ -238,123 +357,6 @@ def _refs(value: Any) -> tuple[int, ...]:
 def _with_grad(each: _OpenOperation) -> Any:
     spec = each.operation.spec
     return None if spec is None else replace(spec, requires_grad=each.requires_grad)
-
-
-def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:
-    """Return all of a trace as frozen values, independent of the tracer."""
-    return _Freezer(model, example, run, training).traced()
-
-
-class _Freezer:
-    def __init__(self, model: nn.Module, example: Example, run: Recorder, training: bool) -> None:
-        assert run.root is not None
-        self.model, self.example, self.run, self.training = model, example, run, training
-        self.root = run.root
-        names = _input_names(example)
-        values = [recorded.node.meta["val"] for recorded in run.inputs]
-        dim_names = example.dynamic.names
-        same = same_sizes(
-            run.nodes,
-            [recorded.node for recorded in run.inputs],
-            hints_of(values, example.tensors),
-            names_of(values, dim_names),
-        )
-        shapes = [tuple(tensor.shape) for tensor in example.tensors]
-        inputs = list(zip(names, values, strict=True))
-        self.symbols = Symbols(
-            inputs, {**run.decisions.replacements, **same}, example.dynamic, shapes, run.decisions.made
-        )
-        self.device = _device(model, example)
-        input_names = {recorded.node: name for recorded, name in zip(run.inputs, names, strict=True)}
-        self.operations = _Operations(model, run, self.symbols, input_names, self.device)
-        self.span_ticks: dict[int, tuple[int, int]] = {}
-        self.span_contexts: dict[int, Context] = {}
-
-    def traced(self) -> TracedModel:
-        self._walk_timeline()
-        root = self._span(self.root)
-        output = self.run.output.converted(self.operations.leaf)
-        operations, index = self.operations.finished(), self.operations.index
-        input_values = [index[recorded.node] for recorded in self.run.inputs]
-        inputs = self._inputs(input_values, operations)
-        return TracedModel(
-            operations=operations,
-            root=root,
-            inputs=inputs,
-            signature=self.example.signature,
-            output=output,
-            dims={symbol: (input_values[at], dim) for symbol, (at, dim) in self.symbols.origin.items()},
-            hints={
-                str(symbol): self.example.tensors[at].shape[dim] for symbol, (at, dim) in self.symbols.origin.items()
-            },
-            state_names={index[node]: tuple(names) for node, names in self.operations.state.items() if node in index},
-            device=self.device,
-            model=self.model,
-            training=self.training,
-            conditions=find_conditions(self.run, self.symbols, operations, self.span_ticks),
-            reached_state=frozenset(index[node] for node in self.operations.reached),
-            mode_readers=frozenset(self.run.mode_readers),
-            assigned_attributes=self.run.assigned_attributes,
-            untraced_effects=self.run.untraced_effects,
-            named_dims=tuple(sorted(self.symbols.named)),
-            fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_values),
-            autocast=active_autocast(),
-        )
-
-    def _walk_timeline(self) -> None:
-        """Give every node, and every begin and end of a span, its tick."""
-        pending = iter(_events(self.root))
-        event = next(pending, None)
-        tick = 0
-        for position, node in enumerate(self.run.nodes):
-            while event is not None and event[0] <= position:
-                self._note_event(event, tick)
-                tick, event = tick + 1, next(pending, None)
-            self.operations.note(node, tick)
-            tick += 1
-        while event is not None:
-            self._note_event(event, tick)
-            tick, event = tick + 1, next(pending, None)
-
-    def _note_event(self, event: tuple[int, OpenSpan, bool], tick: int) -> None:
-        _, span, begins = event
-        if begins:
-            self.span_ticks[id(span)] = (tick, -1)
-            self.span_contexts[id(span)] = self.operations.modes.context
-        else:
-            self.span_ticks[id(span)] = (self.span_ticks[id(span)][0], tick)
-        for leaf in (span.args if begins else span.result).leaves:
-            if isinstance(leaf, RecordedTensor):
-                self.operations.correct(leaf)
-
-    def _span(self, span: OpenSpan) -> Span:
-        begin, end = self.span_ticks[id(span)]
-        children = tuple(self._span(child) for child in span.children)
-        return Span(
-            kind=span.kind,
-            path=span.path,
-            nth_call=span.nth_call,
-            begin=begin,
-            end=end,
-            args=span.args.converted(self.operations.leaf),
-            result=span.result.converted(self.operations.leaf),
-            context=self.span_contexts[id(span)],
-            children=children,
-            options=span.options,
-            assigned_buffers={
-                name: self.operations.index[recorded.node] for name, recorded in span.assigned_buffers.items()
-            },
-        )
-
-    def _inputs(self, input_values: list[int], operations: tuple[Operation, ...]) -> tuple[TracedInput, ...]:
-        order = [nth for nth, leaf in enumerate(self.example.leaves) if isinstance(leaf, torch.Tensor)]
-        value_of = dict(zip(order, input_values, strict=True))
-        return tuple(
-            TracedInput(path, _identifier(path), value_of[nth], spec=operations[value_of[nth]].spec)
-            if nth in value_of
-            else TracedInput(path, _identifier(path), None, value)
-            for path, nth, value in self.example.named
-        )
 
 
 def _events(span: OpenSpan) -> Iterator[tuple[int, OpenSpan, bool]]:

@@ -26,7 +26,7 @@ from ..copies import quiet_subclass
 from ..sizes.decisions import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .records import NOTHING, OpenSpan, RecordedNode, RecordedTensor, attributes_of, is_same
+from .records import NOTHING, Attributes, OpenSpan, RecordedNode, RecordedTensor, attributes_of, changed_attributes
 
 
 class Recorder:
@@ -47,7 +47,7 @@ class Recorder:
         self.mode_readers: set[str] = set()
         self.untraced_effects: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
-        self._attributes_before: dict[str, dict[str, Any]] = {}
+        self._attributes_before: Attributes = {}
         self._calls: dict[str, int] = {}
         self._tracer: Any = None
 
@@ -68,19 +68,14 @@ class Recorder:
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
         self.decisions.listen(tensors, self._stack)
-        self._attributes_before = {path: attributes_of(module) for path, module in self.model.named_modules()}
+        self._attributes_before = attributes_of(self.model)
         self.inputs = [self._record_tensor(tensor) for tensor in tensors]
         for named in (self.model.named_parameters, self.model.named_buffers):
             self.state += [(name, self._record_tensor(tensor)) for name, tensor in named(remove_duplicate=False)]
 
     def note_output(self, output: Any) -> None:
         """End the traced run: keep the graph as it is now, and the tensors and subgraphs that the tracer met."""
-        for path, module in self.model.named_modules():
-            # A forward may put a module in the place of another: all of it is new.
-            before, after = self._attributes_before.get(path, {}), attributes_of(module)
-            changed = sorted(name for name in after if name not in before or not is_same(before[name], after[name]))
-            if changed:
-                self.assigned_attributes[path] = tuple(changed)
+        self.assigned_attributes = changed_attributes(self._attributes_before, self.model)
         self.output = Template.of(output, self._record_leaf, holders=True)
         self.nodes = [RecordedNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root

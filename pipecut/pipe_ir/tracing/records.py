@@ -58,8 +58,27 @@ class OpenSpan:
     assigned_buffers: dict[str, RecordedTensor] = field(default_factory=dict)
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes, apart from those of nn.Module; containers as they are now."""
+Attributes = dict[str, dict[str, Any]]  # the plain attributes of each module, by its path
+
+
+def attributes_of(model: nn.Module) -> Attributes:
+    """Return the plain attributes of all modules, apart from those of nn.Module; containers as they are now."""
+    return {path: _attributes(module) for path, module in model.named_modules()}
+
+
+def changed_attributes(before: Attributes, model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names of attributes that were set or changed since, by the path of their module."""
+    found = {}
+    for path, after in attributes_of(model).items():
+        # A forward may put a module in the place of another: all of it is new.
+        was = before.get(path, {})
+        names = sorted(name for name in after if name not in was or not _is_same(was[name], after[name]))
+        if names:
+            found[path] = tuple(names)
+    return found
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
     own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
     return {name: copy.copy(value) if isinstance(value, list | dict | set) else value for name, value in own.items()}
 
@@ -67,12 +86,12 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 _MACHINERY = frozenset(vars(nn.Module()))
 
 
-def is_same(before: Any, after: Any) -> bool:
+def _is_same(before: Any, after: Any) -> bool:
     """Return True if an attribute is unchanged: the same object, or an equal plain value."""
     if isinstance(before, list | tuple) and type(before) is type(after):
-        return len(before) == len(after) and all(map(is_same, before, after))
+        return len(before) == len(after) and all(map(_is_same, before, after))
     if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(is_same(before[key], after[key]) for key in before)
+        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
     return before is after or (isinstance(before, _COMPARABLE) and type(before) is type(after) and before == after)
 
 
