@@ -1,4 +1,4 @@
-"""The ranks of a plan that are in this process, and their ways to all others: one rank, or every one."""
+"""The ranks of a plan that are in this process, one or all of them, and their ways to the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, InputError, PipeError, PipeWarning
@@ -15,12 +16,9 @@ from ..stage import PipelineStage, is_initialized, refuse_ranks_of_pipeline
 from ..torch_internals import is_compiled
 from .failure import BEGIN, Alarm, describe
 from .handshake import Exchange, Handshake
-from .transport.base import Transport
-from .transport.distributed import DistributedTransport
-from .transport.in_process import InProcessTransport, PostOffice
+from .transport import DistributedTransport, InProcessTransport, PostOffice, Transport, TransportFactory
 
-# MERGED: What one rank tells all others at the start of a call: which call it is, of which schedule, and some
-# MERGED: numbers.
+# ----------------------------------------------------------------------------- numbers that one rank shares with all
 
 
 EVAL, STEP, MEAN_LOSS = range(3)
@@ -31,7 +29,7 @@ _SIZE = 256  # numbers that a call shares, or a multiple of it
 def _share(
     transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
 ) -> list[int]:
-    """Numbers of one rank on all, in a message of one size for all calls, so that calls that differ are seen."""
+    """Share numbers in a message that has one size for all calls, so that calls that differ are noticed."""
     size = _SIZE * ((3 + count + _SIZE - 1) // _SIZE)
     if numbers is not None:
         numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
@@ -44,7 +42,7 @@ def _share(
     return shared[3 : 3 + shared[2]]
 
 
-# MERGED: Whether stages belong together, and to a plan.
+# ------------------------------------------------------------------------------------------------- checks of stages
 
 
 def as_list(stages: Any) -> list[PipelineStage]:
@@ -113,29 +111,36 @@ def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
 
 
 class Connection:
-    """Made with the stages of this process, which have to be those that the plan puts here."""
+    """The ranks of a plan that are in this process, with their ways to all others.
 
-    def __init__(self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta) -> None:
+    The stages have to be those that the plan puts here.
+    """
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta, transport: TransportFactory | None = None
+    ) -> None:
         distributed = _is_distributed(stages, plan)
         self.in_process = len(stages) == plan.stages and not distributed
         _check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
-        self.office = PostOffice()  # for ranks of one process
-        self.transports: list[Transport] = []
         self.alarm: Alarm | None = None
         self._number = 0  # the ranks count their schedules alike
         group, device = stages[0].group, stages[0].device
         groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
         copies = [group for group in groups if group.size() > 1]  # nobody is there to agree with otherwise
         pipeline = None
-        if self.in_process:
-            self.transports += [InProcessTransport(self.office, rank, plan.ranks) for rank in range(plan.ranks)]
-        else:
-            self.transports.append(_in_group(DistributedTransport(group, device), plan))
+        if not self.in_process:
             self.alarm = Alarm(group, device, copies)
+            if dist.get_world_size(group) != plan.ranks:
+                raise InputError(
+                    f"the plan is for {plan.ranks} ranks, and the process group has {dist.get_world_size(group)}"
+                )
             pipeline = Exchange(group, timeout, Handshake.late)
             self._number = pipeline.number
             for stage in stages:
                 refuse_ranks_of_pipeline(stage.replica, stage.stage_index, stage.group)
+        here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
+        make = transport if transport is not None else _default_transport(group, device, in_process=self.in_process)
+        self.transports = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
         self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
         self._check_placement(stages, plan)
 
@@ -152,11 +157,11 @@ class Connection:
         return [transport.rank for transport in self.transports]
 
     def share(self, kind: int, source: int, numbers: list[int] | None, count: int) -> list[int]:
-        """Numbers of one rank on all; `numbers` is None elsewhere, `count` how many there may be."""
+        """Return the numbers of one rank on all; `numbers` is None elsewhere, `count` how many there may be."""
         return _share(self.transports, self._number, kind, source, numbers, count)
 
     def failed(self, error: Exception, where: str = BEGIN) -> Exception:
-        """The error to raise for one before the first action or after the last: others may be waiting already."""
+        """Return the error to raise for one before the first action or after the last: others may be waiting."""
         if self.alarm is None or isinstance(error, DisagreementError):
             return error  # all ranks find out about a disagreement by themselves
         return self.alarm.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
@@ -166,7 +171,17 @@ def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
     return is_initialized() and plan.ranks > 1 and dist.get_world_size(stages[0].group) > 1
 
 
-def _in_group(transport: DistributedTransport, plan: Plan) -> DistributedTransport:
-    if transport.ranks != plan.ranks:
-        raise InputError(f"the plan is for {plan.ranks} ranks, and the process group has {transport.ranks}")
+def _default_transport(group: dist.ProcessGroup | None, device: torch.device, *, in_process: bool) -> TransportFactory:
+    if in_process:
+        office = PostOffice()
+        return lambda rank, ranks: InProcessTransport(office, rank, ranks)
+    return lambda rank, ranks: DistributedTransport(group, device)
+
+
+def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport:
+    if (transport.rank, transport.ranks) != (rank, ranks):
+        raise InputError(
+            f"{type(transport).__name__} is made for rank {transport.rank} of {transport.ranks}, and the schedule "
+            f"needs one for rank {rank} of {ranks}: let transport= be a function of (rank, ranks) that makes it"
+        )
     return transport

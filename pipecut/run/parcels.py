@@ -16,9 +16,6 @@ from ..pipe_ir import PipeInfo, TensorSpec, active_autocast
 from ..stage import Item, MeshLayout, PipelineStage, placement_of
 from .transport.base import Arrival, Meta, Transport
 
-# MERGED: What is in a parcel, told to its receiver as numbers that go before it.
-
-
 Ends = tuple[int, int]  # source stage, target stage
 _LENGTH = 256  # numbers of the first message, which has all of most descriptions; a second one has the rest
 _WORD = 8  # bytes of a number
@@ -224,7 +221,7 @@ class LearntParcels:
 Parcels = TracedParcels | LearntParcels
 
 
-# MERGED: Parcels with DTensors: their local parts are received, and the whole is made of them when they are here.
+# DTensors are sent as their local parts, of which the receiver makes the whole again.
 
 
 _Joint = tuple[int, MeshLayout, Any]  # the place in a parcel, how the DTensor lies there, its mesh

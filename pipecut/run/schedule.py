@@ -24,6 +24,7 @@ from .random_numbers import checked_kind, with_states
 from .runner import LossProbing, Runner
 from .setup import Assembly, dataflow_of, forward_part
 from .ties import declared_ties, ties_of_pipe, with_ties
+from .transport import TransportFactory
 
 
 class PipelineSchedule:
@@ -78,6 +79,9 @@ class PipelineSchedule:
     - "per_process": the default generators of each process, in the order in which things run there.
 
     Whatever it says, backwards draw from the default generators; a checkpoint that runs again draws what it drew.
+
+    `transport` is a function of a rank and the number of ranks that makes the way between ranks, if it should not be
+    torch.distributed: see `pipecut.run.transport`.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class PipelineSchedule:
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
+        transport: TransportFactory | None = None,
     ) -> None:
         self.stages = list(self._checked_stages(stages))
         self.n_microbatches = plan.microbatches
@@ -102,6 +107,7 @@ class PipelineSchedule:
         self.check_loss = check_loss
         self.random_numbers = checked_kind(random_numbers)
         self._given_ties = ties
+        self._transport = transport
         self._timeout = timedelta(seconds=timeout)
         self._merge_spec = output_merge_spec
         self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
@@ -130,7 +136,7 @@ class PipelineSchedule:
         self.ties = declared if self.info is None else ties_of_pipe(self.info)
         dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
         self.plan = plan.with_dataflow(with_states(dataflow, self.random_numbers)).validate()
-        self._connection = Connection(self.stages, self.plan, self._timeout)
+        self._connection = Connection(self.stages, self.plan, self._timeout, self._transport)
         self.in_process = self._connection.in_process
         self._weighing = weighing_of(self._loss_weight, self._objective, self.info, self.scale_grads)
         self._cutter = InputCutter(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipecut import PipelineStage, StepError, get_schedule_class
+from pipecut import PipelineStage, Schedule1F1B, StepError, get_schedule_class, pipeline
 from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule.registry import FAMILIES
 from tests.support.live_memory import live_tensors, peak_bytes, without_collector
@@ -199,3 +199,34 @@ def quiet_profiler(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """The profiler writes to stderr."""
     yield
     capfd.readouterr()
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_nothing_of_a_step_is_alive_after_it(traced: bool) -> None:
+    """Activations, outputs and gradients between stages die with the step, once its output is dropped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x, y = torch.randn(2, 6, 8)
+    if traced:
+        pipe = pipeline(model, (x[:2],), num_stages=2)
+        stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+    else:
+        stages = [PipelineStage(model[2 * index : 2 * index + 2], index, 2, "cpu") for index in range(2)]
+    seen: list[weakref.ref[Tensor]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.extend(map(weakref.ref, (*args, output)))
+        output.register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
+
+    for stage in stages:
+        stage.submod.register_forward_hook(note)
+    schedule = Schedule1F1B(stages, 3, F.mse_loss)
+    for _ in range(2):
+        with without_collector():
+            output = schedule.step(x, target=y)
+            assert output is not None
+            del output
+            alive = [reference() for reference in seen]
+            assert len(seen) >= 3 * 2 * 3
+            assert [tuple(tensor.shape) for tensor in alive if tensor is not None] == []
+        seen.clear()

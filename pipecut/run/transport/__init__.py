@@ -1,1 +1,16 @@
-"""Ways for parcels to travel between ranks."""
+"""Ways between ranks: read base.py first, which has the protocol that a transport of your own implements."""
+
+from .base import Arrival, Meta, Ready, Transport, TransportFactory
+from .distributed import DistributedTransport
+from .in_process import InProcessTransport, PostOffice
+
+__all__ = [
+    "Arrival",
+    "DistributedTransport",
+    "InProcessTransport",
+    "Meta",
+    "PostOffice",
+    "Ready",
+    "Transport",
+    "TransportFactory",
+]

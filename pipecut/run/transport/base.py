@@ -1,9 +1,15 @@
-"""How tensors get from rank to rank: what the executor asks of a transport."""
+"""The protocol of a transport: everything that the executor asks of a way between ranks.
+
+A transport is one class with the methods of `Transport`, and nothing else has to know it: pass a function that makes
+one, `transport=lambda rank, ranks: MyTransport(rank, ranks)`, to a schedule. It is called once for each rank that is in
+this process. The default is torch.distributed between processes (distributed.py), and a post office for ranks that are
+all in one process (in_process.py).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,30 +54,41 @@ class Arrival(Protocol):
     """A parcel on its way to this rank."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors, when they are here."""
+        """Return the tensors, when they are here; called once. They belong to the caller, who may change them."""
 
 
 class Transport(Protocol):
-    """Parcels between this rank and others. Those of a pair of ranks arrive in the order in which they were sent."""
+    """One rank's end of the ways to all others.
+
+    A parcel is a list of tensors that belong together. Parcels from one rank to another arrive in the order in which
+    they were sent; a plan is proven to have its sends and receives in an order in which no rank waits for ever, even if
+    every send waits for its receive.
+    """
 
     rank: int
     ranks: int
-    receives_ahead: bool  # whether a receive may be posted before sends and receives that the plan has before it
+    receives_ahead: bool  # True if a receive may be posted before sends and receives that the plan has before it
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting; the tensors must not change until they are gone."""
+        """Send a parcel, without waiting for its receiver. The tensors are contiguous, and do not change any more."""
 
     def receive(self, peer: int, metas: Sequence[Meta]) -> Arrival:
-        """Get ready for a parcel."""
+        """Begin to receive a parcel of tensors with these shapes and dtypes, on the device of the receiving stage."""
 
     def share(self, source: int, numbers: list[int] | None, count: int) -> list[int]:
-        """Numbers of one rank, on all ranks; `numbers` is None elsewhere."""
+        """Return the numbers that rank `source` passes, on all ranks; the others pass None, and know their `count`.
+
+        All ranks call it in the same order. Where all ranks are in one process, the answer of the last one counts.
+        """
 
     def finish(self) -> None:
         """Wait until everything that was sent is gone; called at the end of a step."""
 
     def clear(self) -> None:
         """Drop what a step that failed has left, if the rank goes on; called where all ranks are in one process."""
+
+
+TransportFactory = Callable[[int, int], Transport]  # makes that of a rank, from its number and the number of ranks
 
 
 class Ready:
