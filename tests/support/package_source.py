@@ -87,6 +87,18 @@ class Source:
                         found[part.id] = node.lineno
         return found
 
+    @cached_property
+    def registered(self) -> set[str]:
+        """Functions that a decorator of the package, such as `@schedule("GPipe")`, puts into a table."""
+        own = {entry.local for entry in self.imports if entry.name.startswith(f"{self.package[0]}.")}
+        return {
+            node.name
+            for node in self.tree.body
+            if isinstance(node, ast.FunctionDef)
+            for decorator in node.decorator_list
+            if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id in own
+        }
+
     def docstrings(self) -> Iterator[tuple[int, str, str]]:
         """Line, owner and text of every docstring."""
         for node in ast.walk(self.tree):
