@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import LaunchError
+from ..text import numbered
 from .rank import (
     END,
     INTERRUPTED,
@@ -305,7 +306,7 @@ class _RunningCall:
         self._late = late
 
     def _timeout_error(self) -> LaunchError:
-        who = f"rank{'s' if len(self._late) > 1 else ''} {', '.join(map(str, self._late))}"
+        who = numbered("rank", self._late)
         lines = [
             f"{self.name} had not returned on {who} after {self.timeout:g} s, and all ranks were stopped. They were in:"
         ]

@@ -113,17 +113,17 @@ def warn_of_dominant_block(found: BalancedCut) -> None:
 def dominant_block(found: BalancedCut) -> str | None:
     """Describe the one block that is longer than a rank should take, if there is one: no cut helps there."""
     times, reached = [each.total for each in found.chain.times], found.balance
-    giant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
-    if ranks == 1 or times[giant] <= _DOMINANT * sum(times) / ranks:
+    dominant, ranks, bounds = max(range(len(times)), key=times.__getitem__), len(reached.loads), (0, *reached.cuts)
+    if ranks == 1 or times[dominant] <= _DOMINANT * sum(times) / ranks:
         return None
     # What its stage sends and receives comes on top of what it computes.
-    stage = bisect.bisect_right(bounds, giant) - 1
+    stage = bisect.bisect_right(bounds, dominant) - 1
     ends = [*reached.cuts[max(0, stage - 1) : stage + 1]]
-    if times[giant] + sum(found.chain.blocks().crossing[ends]) < _BLAMED * reached.bottleneck:
+    if times[dominant] + sum(found.chain.blocks().crossing[ends]) < _BLAMED * reached.bottleneck:
         return None
     word, of_all = ("stages", "longest") if ranks == len(bounds) else ("ranks", "busiest")
     return (
-        f"{found.chain.name(giant)} takes {times[giant] / sum(times):.0%} of the model's time and cannot be cut: "
+        f"{found.chain.name(dominant)} takes {times[dominant] / sum(times):.0%} of the model's time and cannot be cut: "
         f"the {of_all} of {ranks} {word} takes {reached.imbalance:.2f} times the mean. Use fewer {word}, or divide it "
         "into modules"
     )

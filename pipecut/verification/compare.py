@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..pipe_ir import flatten
-from ..text import counted, tensor_text
+from ..text import counted, dtype_name, tensor_text
 from .report import EXTRA, MISSING, Difference, What
 
 # A part of the largest element. A sum over microbatches rounds in another order than one over the batch, and kernels
@@ -53,7 +53,7 @@ def tolerance_for(dtypes: Iterable[torch.dtype], device: str, rtol: float | None
         used.add(torch.get_autocast_dtype(device))
     parts = {dtype: _RELATIVE.get(dtype, _SHORTER) for dtype in used}
     shortest = max(parts, key=lambda dtype: parts[dtype])
-    known, reason = parts[shortest], f"for {str(shortest).removeprefix('torch.')}"
+    known, reason = parts[shortest], f"for {dtype_name(shortest)}"
     if shortest == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         known, reason = _FAST_MATMUL, f"for float32 with '{torch.get_float32_matmul_precision()}' matmul precision"
     limits = torch.finfo(shortest)

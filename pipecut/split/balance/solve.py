@@ -144,35 +144,35 @@ def _searched(blocks: Blocks, ranks: Ranks) -> tuple[list[int], float]:
     cuts, certain = chunked.find(starts)
     excess, bottleneck = chunked.quality(cuts)
     if excess > 0:
-        leanest = least_memory_cuts(blocks, ranks)
-        cuts, certain = chunked.find([leanest.cuts])
+        least_memory = least_memory_cuts(blocks, ranks)
+        cuts, certain = chunked.find([least_memory.cuts])
         excess, bottleneck = chunked.quality(cuts)
         if excess > 0:
-            raise _no_cut_fits(blocks, ranks, leanest)
+            raise _no_cut_fits(blocks, ranks, least_memory)
     return cuts, bottleneck if certain else chunked.lower_bound()
 
 
-def _no_cut_fits(blocks: Blocks, ranks: Ranks, leanest: LeastMemory) -> TooLittleMemoryError:
+def _no_cut_fits(blocks: Blocks, ranks: Ranks, least_memory: LeastMemory) -> TooLittleMemoryError:
     """Make the error that says the least memory that would do."""
     if len(set(ranks.memory)) == 1:
-        given, needed = format_bytes(ranks.memory[0]), format_bytes_rounded_up(max(leanest.memory))
+        given, needed = format_bytes(ranks.memory[0]), format_bytes_rounded_up(max(least_memory.memory))
     else:
         given = f"[{', '.join(map(format_bytes, ranks.memory))}]"
-        needed = f"{_rounded_up(leanest.share):g} times that on every limited rank"
-    bounds = [0, *leanest.cuts, blocks.count]
+        needed = f"{_rounded_up(least_memory.share):g} times that on every limited rank"
+    bounds = [0, *least_memory.cuts, blocks.count]
     sizes = {
         block: Memory(blocks, number).of(block, block + 1)
         for number, (begin, end) in zip(ranks.in_flight, itertools.pairwise(bounds), strict=True)
         for block in range(begin, end)
     }
     heaviest = max(sizes, key=sizes.__getitem__)
-    word = "the least that would do is" if leanest.certain else "a cut is known that needs"
+    word = "the least that would do is" if least_memory.certain else "a cut is known that needs"
     text = (
         f"no cut into {ranks.stages} stages fits memory_limit={given}: {word} {needed}. "
         f"The block that needs most is {blocks.name(heaviest)}, with {format_bytes(sizes[heaviest])}. "
         "Use more stages, smaller microbatches, or checkpoint activations"
     )
-    return TooLittleMemoryError(text, leanest.memory)
+    return TooLittleMemoryError(text, least_memory.memory)
 
 
 def _rounded_up(number: float) -> float:
