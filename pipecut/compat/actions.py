@@ -227,9 +227,9 @@ def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf
     return [each for each in waiting if (each.op, each.stage, each.microbatch) in uses]
 
 
-def simulate(order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
+def simulate(pipeline_order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
     """Add a None for every slot in which a rank waits. A send is buffered, and arrives at once."""
-    plan = plan_of(order, stage_to_rank, num_stages)
+    plan = plan_of(pipeline_order, stage_to_rank, num_stages)
     unknown = sorted({str(op) for op in plan.ops - COMPUTE - TRANSFERS})
     if unknown:
         raise StuckScheduleError(f"Unsupported action type {', '.join(unknown)}: simulate computations and transfers.")

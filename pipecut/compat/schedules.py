@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,10 @@ from ..errors import InputError, PlanError, warn
 from ..run import FamilySchedule, StepState, refuse_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
-from . import _utils
-from . import actions as _passes
+from . import _utils, actions
 from . import microbatch as _microbatch
 from . import stage as _stage
-from .actions import UpstreamAction, UpstreamOrder, UpstreamRow
+from .actions import UpstreamAction
 from .microbatch import TensorChunkSpec
 from .orders import UpstreamSchedule, is_placed
 from .steps import PipelineContext
@@ -266,44 +265,19 @@ _ORDERS = "the order of a schedule is its pipeline_order, and pipecut.compat._sc
 _get_1f1b_rank_ops = replaced("_get_1f1b_rank_ops", _ORDERS)
 _get_warmup_ops = replaced("_get_warmup_ops", _ORDERS)
 
-_Order = Mapping[int, Iterable["UpstreamAction | None"]]
-_RankOf = Callable[[int], int]
-
 
 class _CustomFunctionProtocol(Protocol):
     def __call__(self, action: UpstreamAction, ctx: _PipelineContext) -> None: ...
 
 
-def _add_unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
-    return _passes.unshard_reshard(compute_actions, max_active_stages)
-
-
-def _add_reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
-    return _passes.reduce_grad(actions, n_microbatches)
-
-
-def _merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
-    return _passes.merge_bw(compute_actions)
-
-
-def _add_send_recv(compute_actions: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
-    return _passes.send_recv(compute_actions, stage_to_rank, num_stages)
-
-
-def _defer_recv_ops(actions: _Order, stage_to_rank: _RankOf) -> UpstreamOrder:
-    return _passes.defer_recv_ops(actions, stage_to_rank)
-
-
-def _simulate_comms_compute(pipeline_order: _Order, stage_to_rank: _RankOf, num_stages: int) -> UpstreamOrder:
-    return _passes.simulate(pipeline_order, stage_to_rank, num_stages)
-
-
-def _validate_schedule(actions: _Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    return _passes.validate_schedule(actions, pp_group_size, num_stages, num_microbatches)
-
-
-def _format_pipeline_order(pipeline_order: _Order, error_step_number: int | None = None) -> str:
-    return _passes.format_order(pipeline_order, error_step_number)
+_add_unshard_reshard = actions.unshard_reshard
+_add_reduce_grad = actions.reduce_grad
+_merge_bw = actions.merge_bw
+_add_send_recv = actions.send_recv
+_defer_recv_ops = actions.defer_recv_ops
+_simulate_comms_compute = actions.simulate
+_validate_schedule = actions.validate_schedule
+_format_pipeline_order = actions.format_order
 
 
 def _requires_reduce_grad(action_type: Op) -> bool:
@@ -347,7 +321,7 @@ def _wait_batch_p2p(work: Iterable[Any]) -> None:
             each.wait()
 
 
-def _dump_chrometrace(schedule: _Order, filename: str) -> None:
+def _dump_chrometrace(schedule: actions.Order, filename: str) -> None:
     """Write an order as a Chrome trace in which every action takes one unit."""
     kinds = {True: "computation", False: "communication"}
     events: list[dict[str, Any]] = [

@@ -43,6 +43,7 @@ class StepObserver:
         for stage in _stages_of(executor):
             stage.driver = StageDriver(executor, self)
             stage.has_backward = executor.state.training
+            stage.output_chunks = []  # those of the step before are not held beside the new ones
 
     def after_backward(self, stage: int) -> None:
         """Count a backward of a stage."""
@@ -54,12 +55,12 @@ class StepObserver:
         if executor not in self.executors:
             return
         self.executors.remove(executor)
-        batch = executor.state
+        state = executor.state
         for stage in _stages_of(executor):
             stage.driver = None
-            stage.has_backward = batch.training
-            if stage.is_last and len(batch.results) == len(batch.samples):
-                stage.output_chunks = [batch.results[number] for number in sorted(batch.results)]
+            stage.has_backward = state.training
+            if stage.is_last and len(state.results) == len(state.samples):
+                stage.output_chunks = [state.results[number] for number in sorted(state.results)]
 
 
 def _stages_of(executor: Executor) -> list[UpstreamStage]:
@@ -67,10 +68,10 @@ def _stages_of(executor: Executor) -> list[UpstreamStage]:
 
 
 def _check_inputs(executor: Executor) -> None:
-    batch = executor.state
+    state = executor.state
     for stage in _stages_of(executor):
-        if stage.is_first and stage.ports is None and batch.args:
-            stage.check_inputs(batch.args[0], batch.kwargs[0] if batch.kwargs else {})
+        if stage.is_first and stage.ports is None and state.args:
+            stage.check_inputs(state.args[0], state.kwargs[0] if state.kwargs else {})
 
 
 class StageDriver:
@@ -140,13 +141,13 @@ class StepContext(PipelineContext):
 
 def context_of(schedule: UpstreamSchedule, own: ActionContext) -> StepContext:
     """Make the second argument of a custom function."""
-    batch = own.executor.state
-    none = [()] * len(batch.samples)
+    state = own.executor.state
+    none = [()] * len(state.samples)
     return StepContext(
         schedule,
-        arg_mbs=list(batch.args) or none,
-        kwarg_mbs=list(batch.kwargs) or [{} for _ in none],
-        target_mbs=batch.targets,
+        arg_mbs=list(state.args) or none,
+        kwarg_mbs=list(state.kwargs) or [{} for _ in none],
+        target_mbs=state.targets,
         losses=schedule._losses_to_fill,
         own=own,
     )

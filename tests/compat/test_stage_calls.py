@@ -100,6 +100,17 @@ def test_output_chunks_are_kept_if_outputs_are_asked_for() -> None:
     assert [len(stage.output_chunks) for stage in stages] == [0, 0]
 
 
+def test_output_chunks_of_the_step_before_are_not_held_in_the_next() -> None:
+    _, stages = two_stages()
+    schedule = ScheduleGPipe(stages, 3)
+    held: list[int] = []
+    stages[0].submod.register_forward_hook(lambda *_: held.append(len(stages[1].output_chunks)))
+    for _ in range(2):
+        schedule.eval(torch.ones(6, 4))
+        assert len(stages[1].output_chunks) == 3
+    assert held == [0] * 6
+
+
 def perceptron() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
 
