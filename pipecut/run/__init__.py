@@ -1,4 +1,9 @@
-"""The running half of schedules: one executor, over transports between ranks or inside one process."""
+"""Run a plan on stages: one executor, over transports between ranks or inside one process.
+
+Begin with schedule.py, the base class of all schedules. A step goes from there to inputs.py, which cuts the arguments
+into a StepState for each rank (state.py), to a runner (runner.py), which goes through the actions of the plan, and to
+the executor (executor.py), which has a handler for each kind of action.
+"""
 
 from .custom import ActionContext as ActionContext
 from .custom import checked_op as checked_op

@@ -51,7 +51,7 @@ def as_list(stages: Any) -> list[PipelineStage]:
 
 
 def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
-    """The stages of a schedule, if they are a list of stages of one pipeline."""
+    """Return the stages of a schedule, checked to be a list of stages of one pipeline."""
     if not isinstance(stages, Sequence):
         raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
     if not stages:
@@ -66,7 +66,7 @@ def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
 
 
 def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
-    """Refuse stages that are not those of the plan."""
+    """Raise on stages that are not those of the plan."""
     traced = stages[0].pipe_info is not None
     for stage in stages:
         if stage.num_stages != plan.stages:
@@ -97,7 +97,7 @@ def _splits_backward(plan: Plan) -> bool:
 
 
 def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
-    """The gradients are right, but the schedule cannot do what it is for."""
+    """Warn that the schedule cannot do what it is for; the gradients are right."""
     compiled = [stage.stage_index for stage in stages if any(map(is_compiled, stage.submod.modules()))]
     if compiled:
         which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"

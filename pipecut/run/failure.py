@@ -39,7 +39,7 @@ class _StoreIsGoneError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a step failed first."""
+    """The place where a step failed first, and its error."""
 
     rank: int
     where: str
@@ -52,7 +52,7 @@ class Failure:
         return self.text or self.told(_plain_name)
 
     def told(self, name_of: Callable[[int], str]) -> str:
-        """The failure in words, with names for ranks."""
+        """Return the failure in words, with names for ranks."""
         rank = name_of(self.rank)
         if self.lost is None:
             return f"{rank} failed {self.where}: {self.error}"
@@ -75,7 +75,7 @@ def _plain_name(rank: int) -> str:
 def describe(
     rank: int, action: Action | None, module: nn.Module | None, error: BaseException, where: str = BEGIN
 ) -> Failure:
-    """What an error on this rank means to the others."""
+    """Describe an error on this rank for the others."""
     if action is not None:
         where = f"in {action} (stage {action.stage}"
         number = "tie" if action.op is Op.REDUCE_TIES else "microbatch"
@@ -89,7 +89,7 @@ def describe(
 
 
 def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
-    """The innermost module of a stage whose forward was running."""
+    """Return the path of the innermost module of a stage whose forward was running."""
     paths = {id(module): path for path, module in root.named_modules()}
     found = ""
     while trace is not None:
@@ -100,7 +100,7 @@ def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
 
 
 class Alarm:
-    """What the ranks of a process group tell each other of a failure; and, over `copies`, those of other pipelines."""
+    """Reports of failures between the ranks of a process group and, over `copies`, those of other pipelines."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, copies: Iterable[dist.ProcessGroup] = ()
@@ -124,7 +124,7 @@ class Alarm:
         return step_error(str(first), cause)
 
     def _name(self, rank: int) -> str:
-        """A rank of the pipeline as the user knows it."""
+        """Return the name of a rank of the pipeline as the user knows it."""
         everywhere = dist.get_global_rank(self.groups[0], rank)
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
@@ -167,5 +167,5 @@ _CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NC
 
 
 def is_about_connection(error: BaseException) -> bool:
-    """Whether an error of torch.distributed comes from a lost connection."""
+    """Return True if an error of torch.distributed comes from a lost connection."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)

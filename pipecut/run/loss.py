@@ -25,7 +25,7 @@ WAYS = (
 
 @dataclass
 class Objective:
-    """How the loss is made. A loss_fn that takes one argument gets the output; without loss_fn the model has its own.
+    """The way to the loss. A loss_fn that takes one argument gets the output; without loss_fn the model has its own.
 
     >>> import torch
     >>> two, three = torch.tensor(2.0), torch.tensor(3.0)
@@ -61,7 +61,7 @@ class Objective:
         return self._known_places[names]
 
     def check(self, target: Any, loss_kwargs: Mapping[str, Any], *, training: bool) -> None:
-        """Refuse a target that nobody would look at, and a step without the one that is needed."""
+        """Raise on a target that nobody would look at, and on a step without the one that is needed."""
         if self.loss_fn is None:
             if training and target is not None:
                 raise InputError(f"a training step needs a loss: {WAYS}. There is a target, and no loss_fn to take it")
@@ -79,7 +79,7 @@ class Objective:
             )
 
     def loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any]) -> Any:
-        """The loss of one microbatch; None if there is none, as in an evaluation without a target or labels."""
+        """Return the loss of one microbatch; None if there is none, as in an evaluation without a target or labels."""
         if self.loss_fn is None:
             found = _own_loss(output)
             if found is None and self.without_loss is not None:
@@ -90,7 +90,7 @@ class Objective:
         return self.loss_fn(output, **loss_kwargs) if self._places(loss_kwargs)[0] < 2 else None
 
     def checked(self, loss: Any, output: Any, microbatch: int) -> Tensor:
-        """A loss that a backward can begin with."""
+        """Return a loss that a backward can begin with, and raise on any other."""
         if isinstance(loss, Tensor) and loss.dim() == 0 and (loss.is_floating_point() or not self.is_own):
             return loss
         if self.is_own and loss is None:
@@ -105,7 +105,7 @@ class Objective:
 
 
 def _own_loss(output: Any) -> Any:
-    """The loss that an output holds, None if it holds none."""
+    """Return the loss that an output holds, None if it holds none."""
     if isinstance(output, Tensor):
         return output if _is_number(output) else None
     if isinstance(output, Mapping):
@@ -121,7 +121,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _lack(output: Any) -> str:
-    """In what way an output holds no loss."""
+    """Say in what way an output holds no loss."""
     if isinstance(output, Tensor):
         return f"the output of the model is a tensor of shape {list(output.shape)}"
     kind = type(output).__name__
@@ -132,7 +132,7 @@ def _lack(output: Any) -> str:
 
 
 def _places(function: Callable[..., Any], loss_kwargs: Mapping[str, Any]) -> tuple[int, float]:
-    """How many positional arguments a function needs, and how many it takes, besides those passed by name."""
+    """Return the numbers of positional arguments that a function needs and takes, besides those passed by name."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):  # a function in C says nothing of itself
@@ -165,7 +165,7 @@ class Weighing:
     source: Source
 
     def of(self, parts: Sequence[Any] | None, *, training: bool = True) -> list[float] | None:
-        """The weights of the microbatches; None in an evaluation without the labels that they are made from.
+        """Return the weights of the microbatches; None in an evaluation without the labels that they are made from.
 
         >>> import torch
         >>> labels = [torch.tensor([[4, -100], [3, 2]]), torch.tensor([[1, -100]])]
@@ -193,7 +193,7 @@ class Weighing:
         return weights
 
     def refuse_losses_without(self, weights: Sequence[float] | None) -> None:
-        """Losses that there are after all, though the labels to weigh them by were not found."""
+        """Raise if there are losses after all, though the labels to weigh them by were not found."""
         if weights is None:
             raise InputError(
                 f"there is a loss, and loss_weight did not find what it asks for in the {self.source} of this "
@@ -204,7 +204,7 @@ class Weighing:
 def weighing_of(
     loss_weight: LossWeight | None, objective: Objective, info: PipeInfo | None, scaled: bool
 ) -> Weighing | None:
-    """The weighing of a schedule, if there is one."""
+    """Return the weighing of a schedule, if there is one."""
     if loss_weight is None:
         return None
     if not scaled:
@@ -254,7 +254,7 @@ def _number(weight: Any, microbatch: int) -> float:
 
 
 def by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call under the names of the parameters; what goes to `**options` under its own name."""
+    """Return the arguments of a call under the names of the parameters; those in `**options` under their own."""
     named: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         collects = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -263,7 +263,7 @@ def by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[s
 
 
 def as_integer(number: float) -> int:
-    """The bits of a number, for messages that are integers.
+    """Return the bits of a number, for messages that are integers.
 
     >>> from_integer(as_integer(0.1))
     0.1
@@ -272,7 +272,7 @@ def as_integer(number: float) -> int:
 
 
 def from_integer(bits: int) -> float:
-    """The number with these bits."""
+    """Return the number with these bits."""
     return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
@@ -290,22 +290,22 @@ class Losses:
     weights: Sequence[float] = ()
 
     def in_order(self) -> list[Tensor]:
-        """Those of microbatch 0, 1, 2..."""
+        """Return the losses of microbatch 0, 1, 2..."""
         return [self.of[number] for number in sorted(self.of)]
 
     def total(self, scaled: bool) -> float:
-        """The loss of the whole batch: the mean by weight, or the sum of losses that are not scaled."""
+        """Return the loss of the whole batch: the mean by weight, or the sum of losses that are not scaled."""
         whole = sum(self.weights)
         # One without weight may be the mean of nothing.
         counted = {number: loss.item() for number, loss in self.of.items() if self.weights[number] or not scaled}
         return sum(loss * (self.weights[number] / whole if scaled else 1.0) for number, loss in counted.items())
 
-    def told(self, scaled: bool) -> list[int]:
-        """Integers for `mean_from` on other ranks."""
+    def as_numbers(self, scaled: bool) -> list[int]:
+        """Return integers for `mean_from` on other ranks."""
         return [len(self.of), as_integer(self.total(scaled))]
 
     def refuse_nan(self, scaled: bool) -> None:
-        """Gradients of such a loss are of no use."""
+        """Raise on a NaN: the gradients of such a loss are of no use."""
         losses = self.in_order()
         if losses and bool(torch.stack([loss.float() for loss in losses]).isnan().any()):
             counted = [number for number in sorted(self.of) if self.weights[number] or not scaled]
@@ -318,9 +318,9 @@ class Losses:
 
 
 def mean_from(numbers: Sequence[int]) -> float:
-    """The loss of the whole batch, from what the rank of the last stage has told.
+    """Return the loss of the whole batch, from the numbers of the rank of the last stage.
 
-    >>> mean_from(Losses({0: torch.tensor(1.0), 1: torch.tensor(4.0)}, weights=[2, 1]).told(scaled=True))
+    >>> mean_from(Losses({0: torch.tensor(1.0), 1: torch.tensor(4.0)}, weights=[2, 1]).as_numbers(scaled=True))
     2.0
     """
     count, bits = numbers

@@ -1,4 +1,4 @@
-"""What is in the parcel from one stage to another: known from the trace, or learnt from the first one."""
+"""Contents of the parcels between stages: known from the trace, or learnt from the first one of its kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def send_description(
 
 
 def receive_description(transport: Transport, peer: int) -> tuple[Meta, ...]:
-    """What another rank tells of a parcel."""
+    """Receive the description of a parcel from another rank."""
     count, *numbers = _received(transport, peer, _LENGTH)
     if count > len(numbers):
         numbers += _received(transport, peer, count - len(numbers))
@@ -75,7 +75,7 @@ def _read(numbers: list[int]) -> tuple[Meta, ...]:
 
 
 def _as_words(on_mesh: MeshLayout) -> list[int]:
-    """As torch sends objects: placements, of which users may have their own kinds, know best how to be written."""
+    """Pickle, as torch sends objects: placements, of which users may have their own, know best how to be written."""
     data = pickle.dumps(on_mesh)
     data += bytes(-len(data) % _WORD)  # a pickle knows where it ends
     return list(struct.unpack(f"{len(data) // _WORD}q", data))
@@ -125,7 +125,7 @@ class TracedParcels:
         self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...]:
-        """What is in a parcel."""
+        """Return the metas of the values in a parcel."""
         key = (kind.ends, kind.sizes)
         if key not in self._bound:
             by_name = dict(zip(self.symbols, kind.sizes, strict=True))
@@ -133,11 +133,11 @@ class TracedParcels:
         return self._bound[key]
 
     def names(self, ends: Ends) -> list[str]:
-        """The names of the values in a parcel."""
+        """Return the names of the values in a parcel."""
         return [item.name for item in self.items[ends]]
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
-        """What to do about a value that is not as in the trace."""
+        """Say what to do about a value that is not as in the trace."""
         if got.on_mesh is not None:
             return (
                 "stages of a traced model send plain tensors only: end this one with use_local_output=True or "
@@ -177,16 +177,16 @@ class LearntParcels:
         self._known: dict[Kind, tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...] | None:
-        """What is in a parcel, if one like it has been seen."""
+        """Return the metas of the values in a parcel, if one like it has been seen."""
         return self._known.get(kind)
 
     def names(self, ends: Ends) -> list[str]:
-        """The values have no names: what stage 2 returns is output 0, output 1..."""
+        """Return names for the values, which have none: what a stage returns is output 0, output 1..."""
         known = [metas for kind, metas in self._known.items() if kind.ends == ends]
         return [f"output {place}" for place in range(max(map(len, known), default=0))]
 
     def remedy(self, source: int, got: Meta, expected: Meta) -> str:
-        """What to do about a value that is not as it was in the first microbatch of its kind."""
+        """Say what to do about a value that is not as it was in the first microbatch of its kind."""
         if placement_of(got.on_mesh) != placement_of(expected.on_mesh):
             return (
                 f"what stage {source} returns must lie alike in all microbatches of these shapes: redistribute() it "
@@ -228,7 +228,7 @@ _Joint = tuple[int, MeshLayout, Any]  # the place in a parcel, how the DTensor l
 
 
 def joints_of(metas: Sequence[Meta], stage: PipelineStage) -> list[_Joint]:
-    """The DTensors in a parcel for a stage. A mesh that the stage does not know is an error."""
+    """Return the DTensors in a parcel for a stage; a mesh that the stage does not know raises an error."""
     return [
         (place, meta.on_mesh, stage.mesh_for(meta.on_mesh.mesh))
         for place, meta in enumerate(metas)

@@ -33,19 +33,28 @@ class PipelineSchedule:
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
     target on that of the last. In a process without torch.distributed it takes all stages, and runs all ranks.
 
-    The loss is `loss_fn(output, target)`, or `loss_fn(output)` if it takes one argument. Without it the model has its
-    own: its output has a `loss`, as an attribute or a key, or is a tuple that begins with a number, or is a number.
-    Labels are then among the model's arguments, and there is no target. If the output holds no loss either, `step` runs
-    forwards only, and warns of it; once a step has trained, that is an error.
+    Options:
 
-    A microbatch counts as much as it has samples, so the loss should be a mean over samples; for a sum pass
-    `scale_grads=False`. A mean over something else, such as the labels that are not to be ignored, is not the mean of
-    the means. Then `loss_weight` says how much a microbatch counts: a function of its target or, without a loss_fn
-    that takes one, of its arguments by name (those of a traced model; of modules that were cut by hand, the keywords on
-    the last stage's rank). Anything else that is not a mean over samples, such as how evenly a router of experts
-    spreads a batch, is that of each microbatch, as where gradients are accumulated without a pipeline.
+    - `loss_fn(output, target)`, or `loss_fn(output)` if it takes one argument, makes the loss. Without it the model
+      makes its own: its output has a `loss`, as an attribute or a key, or is a tuple that begins with a number, or is a
+      number. Labels are then among the model's arguments, and there is no target. If the output holds no loss either,
+      `step` runs forwards only and warns; once a step has trained, that is an error.
+    - `scale_grads`: a microbatch counts as much as it has samples, so the loss should be a mean over samples. For a sum
+      pass False.
+    - `loss_weight` returns how much a microbatch counts, for a mean over something else, such as the labels that are
+      not ignored. It is a function of the target or, without a loss_fn that takes one, of the arguments by name (those
+      of a traced model; of modules that were cut by hand, the keywords on the last stage's rank).
+    - `args_chunk_spec`, `kwargs_chunk_spec` and `target_chunk_spec` say in which dim the samples are, if not the first;
+      `output_merge_spec` says how outputs are merged.
+    - `check_loss`: raise an error for a loss that is NaN.
+    - `timeout`: seconds to wait for other ranks before the first step.
+    - `ties`: parameters that modules cut by hand share, each a dict from stage to the name of the parameter there.
+    - `transport` is a function of a rank and the number of ranks that makes the way between ranks, if it should not be
+      torch.distributed: see `pipecut.run.transport`.
+    - `random_numbers` says what dropout and the like draw from: see below.
 
-    `args_chunk_spec`, `kwargs_chunk_spec` and `target_chunk_spec` say in which dim the samples are, if not the first.
+    Values that are not means over samples, such as how evenly a router of experts spreads a batch, are those of each
+    microbatch, as where gradients are accumulated without a pipeline.
 
     >>> import torch
     >>> from torch import nn
@@ -79,9 +88,6 @@ class PipelineSchedule:
     - "per_process": the default generators of each process, in the order in which things run there.
 
     Whatever it says, backwards draw from the default generators; a checkpoint that runs again draws what it drew.
-
-    `transport` is a function of a rank and the number of ranks that makes the way between ranks, if it should not be
-    torch.distributed: see `pipecut.run.transport`.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class PipelineSchedule:
         self._custom: dict[Op, CustomFunction] = {}
         self._observer: Observer | None = None
         self._losses = Losses()
-        self.tracing = False  # whether the times of actions are taken down
+        self.tracing = False  # True: note the times of actions, for trace()
         self._use(plan)
 
     @staticmethod
@@ -162,7 +168,7 @@ class PipelineSchedule:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One training step: forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
+        """Run a training step: forward and backward of all microbatches, which add to the parameters' `.grad`.
 
         Returns the output for the whole batch on the rank of the last stage, None elsewhere. Keywords go to the model;
         modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
@@ -181,7 +187,10 @@ class PipelineSchedule:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward only, without gradients. The mode of the modules is up to you: call `stage.submod.eval()` before."""
+        """Run forwards only, without gradients; losses are made if there is a target, or labels.
+
+        The mode of the modules is up to you: call `stage.submod.eval()` before.
+        """
         return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses))
 
     def register_custom_function(self, op: Op | str, function: CustomFunction) -> None:
@@ -195,14 +204,14 @@ class PipelineSchedule:
         self._custom[kind] = function
 
     def trace(self) -> Timeline:
-        """What the last call of `step` or `eval` did on the ranks of this process, if `tracing` was on."""
+        """Return the times of the last `step` or `eval` on the ranks of this process, if `tracing` was on."""
         spans = () if self._last_runner is None else tuple(self._last_runner.spans)
         return Timeline(f"{self.plan.name}, executed", self.plan.ranks, spans, "s")
 
     def mean_loss(self) -> float:
-        """The loss of the whole batch in the last step, on every rank. All ranks have to call it."""
+        """Return the loss of the whole batch in the last step, on every rank. All ranks have to call it."""
         has_losses = self._last_rank in self._connection.ranks
-        numbers = self._losses.told(self.scale_grads) if has_losses else None
+        numbers = self._losses.as_numbers(self.scale_grads) if has_losses else None
         try:
             shared = self._connection.share(MEAN_LOSS, self._last_rank, numbers, NUMBERS)
         except Exception as error:
@@ -251,7 +260,7 @@ class PipelineSchedule:
         self._connection.handshake.run(self.plan, self.info, self.ties, self.stages, options, own)
 
     def _check_given(self, given: Given) -> None:
-        """Refuse what a step cannot be called with."""
+        """Raise on what a step cannot be called with."""
         if given.training and torch.is_inference_mode_enabled():
             raise InputError(
                 "step() needs gradients, and torch.inference_mode() is on here: call it outside, or call eval()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,9 @@ from ..errors import CompiledStageError, InputError
 from ..schedule import FAMILIES, Family, Plan, known_name, plan_for
 from ..stage import PipelineStage, is_initialized
 from .connection import as_list
+from .loss import LossWeight
 from .schedule import PipelineSchedule
+from .transport import TransportFactory
 
 
 class FamilySchedule(PipelineSchedule):
@@ -31,11 +33,31 @@ class FamilySchedule(PipelineSchedule):
         scale_grads: bool = True,
         *,
         ranks: int | None = None,
-        **options: Any,
+        check_loss: bool = True,
+        timeout: float = 120.0,
+        random_numbers: str = "per_stage",
+        loss_weight: LossWeight | None = None,
+        target_chunk_spec: Any = None,
+        ties: Sequence[Mapping[int, str]] = (),
+        transport: TransportFactory | None = None,
     ) -> None:
         plan = self._make_plan(self._checked_stages(stages), n_microbatches, ranks)
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, plan, loss_fn, *specs, scale_grads, **options)
+        super().__init__(
+            stages,
+            plan,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            check_loss=check_loss,
+            timeout=timeout,
+            random_numbers=random_numbers,
+            loss_weight=loss_weight,
+            target_chunk_spec=target_chunk_spec,
+            ties=ties,
+            transport=transport,
+        )
 
     @classmethod
     def _make_plan(cls, stages: Sequence[PipelineStage], n_microbatches: int, ranks: int | None) -> Plan:

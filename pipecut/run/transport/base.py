@@ -19,7 +19,7 @@ from ...stage import MeshLayout, describe, local_part
 
 
 class Meta(NamedTuple):
-    """What has to be known of a tensor to receive it. A DTensor is sent as its local part, whose shape this is."""
+    """The facts that are needed to receive a tensor. A DTensor is sent as its local part, whose shape this is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Meta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """The meta of a tensor at hand."""
+        """Return the meta of a tensor."""
         return cls(tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad, MeshLayout.of(tensor))
 
     @property

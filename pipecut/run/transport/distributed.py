@@ -112,6 +112,6 @@ class _connection_to:  # noqa: N801 - reads like a function; a generator would c
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend of a group for the tensors of a device."""
+    """Return the backend of a group for the tensors of a device."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends.get(device.type, "")
