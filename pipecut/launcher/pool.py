@@ -21,6 +21,7 @@ from ..text import numbered
 from .rank import (
     END,
     INTERRUPTED,
+    PATIENCE,
     SHOW_STACK,
     Call,
     Outcome,
@@ -30,9 +31,6 @@ from .rank import (
     run_rank,
     starting_environment,
 )
-
-# Factor on every limit that only guards against hanging, for machines that are slow or busy.
-PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
 
 _REPORT_GUARD = 15.0 * PATIENCE  # seconds for the rank at fault to report, once others have lost their connection to it
 _CLOSE_GUARD = 300.0 * PATIENCE  # seconds for idle ranks to end

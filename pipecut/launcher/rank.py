@@ -29,13 +29,16 @@ from ..torch_internals import number_of_groups
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
+# Factor on every limit that only guards against hanging, for machines that are slow or busy.
+PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
+
 # Sent to a rank: the number of a call, negative if it begins with a new group, or END.
 END = None
 SHOW_STACK = signal.SIGUSR1
 INTERRUPTED = 128 + signal.SIGINT
 
 _LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
-_JOIN_GUARD = datetime.timedelta(minutes=30)  # a rank that dies before it joins is noticed by the pool
+_JOIN_GUARD = datetime.timedelta(minutes=30 * PATIENCE)  # a rank that dies before it joins is noticed by the pool
 # Words of torch.distributed when another rank has gone, or does not answer.
 _LOST = ("Connection closed", "Connection reset", "pair closure", "Broken pipe", "imed out", "imeout", "NCCL")
 

@@ -53,13 +53,13 @@ class Candidate:
 
     def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
         """Return the same with the measured times of its stages."""
-        each = [times[stage] for stage in range(self.plan.stages)]
+        stages = [(times[stage], speed) for stage, speed in enumerate(speeds)]
         costs = replace(
             self.report.costs,
-            forward=[seen.split.forward / speed for seen, speed in zip(each, speeds, strict=True)],
-            backward_input=[seen.split.backward_input / speed for seen, speed in zip(each, speeds, strict=True)],
-            backward_weight=[seen.split.backward_weight / speed for seen, speed in zip(each, speeds, strict=True)],
-            full_backward=[seen.full_backward / speed for seen, speed in zip(each, speeds, strict=True)],
+            forward=[measured.split.forward / speed for measured, speed in stages],
+            backward_input=[measured.split.backward_input / speed for measured, speed in stages],
+            backward_weight=[measured.split.backward_weight / speed for measured, speed in stages],
+            full_backward=[measured.full_backward / speed for measured, speed in stages],
         )
         return replace(self, report=simulate(self.plan, costs))
 

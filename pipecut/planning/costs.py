@@ -84,10 +84,12 @@ class CostSource:
             return list(measured_chain(example, args, kwargs, stages=2 * self.ranks).times)
 
         found = on_all_ranks(self.group, times)
-        seen = [mean_of(copies) for copies in zip(*found, strict=True)]
+        measured = [mean_of(copies) for copies in zip(*found, strict=True)]
         # Times of other sizes are analytic, corrected by the ratio of measured to analytic time at the example's size.
         return {
-            size: chain.with_times([_corrected(*each) for each in zip(chain.times, seen, example.times, strict=True)])
+            size: chain.with_times(
+                [_corrected(*each) for each in zip(chain.times, measured, example.times, strict=True)]
+            )
             for size, chain in chains.items()
         }
 
@@ -218,7 +220,7 @@ class StageCosts:
         """Return the memory of a stage."""
         if (begin, end) not in self._memory:
             stage = self.cost(begin, end)
-            # While one microbatch goes backward, the activations that are computed again are all there.
+            # While one microbatch goes backward, all of its recomputed activations are in memory.
             again = _one_stage(self._whole, begin, end).saved_bytes if self.recompute else 0.0
             self._memory[begin, end] = _StageMemory(
                 stage.parameter_bytes + (TRAINED_MEMORY_FACTOR - 1) * stage.trained_bytes + stage.buffer_bytes,

@@ -56,7 +56,9 @@ def _resized(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value
 
 
-def run_stages(pipe: Pipe, values: dict[int, Any], device: torch.device) -> Iterator[tuple[int, nn.Module, list[Any]]]:
+def _stages_with_inputs(
+    pipe: Pipe, values: dict[int, Any], device: torch.device
+) -> Iterator[tuple[int, nn.Module, list[Any]]]:
     """Yield the number of each stage, a copy of it, and its inputs; the caller may run the copy, and keep it."""
     for info, stage in zip(pipe.stage_infos, pipe.stages, strict=True):
         # A copy has gradients and running statistics of its own, and is freed before the next one is made.
@@ -101,7 +103,7 @@ def measure_stages(
     runs: dict[Hashable, list[Run]] = {}
     for _ in range(_PASSES):
         done = set()
-        for index, module, inputs in run_stages(pipe, dict(values), device):
+        for index, module, inputs in _stages_with_inputs(pipe, dict(values), device):
             if key(index) not in done:
                 done.add(key(index))
                 runs.setdefault(key(index), []).extend(_some_runs(module, inputs))
@@ -202,7 +204,7 @@ class StageBenchmark:
         values = example_values(self.pipe.traced, self.args, self.kwargs, device, self.sizes)
         ready: dict[int, Callable[[float], StageTimes]] = {}
         with torch.random.fork_rng(), _stage_failures():
-            for index, module, inputs in run_stages(self.pipe, values, device):
+            for index, module, inputs in _stages_with_inputs(self.pipe, values, device):
                 if index in stages:
                     if self.recompute:
                         checkpoint_forward(module)

@@ -123,11 +123,11 @@ def _divided(chain: Chain, outer: Chain, measured: Sequence[Times]) -> list[Time
     found: list[Times] = []
     for (begin, end), whole in zip(itertools.pairwise(bounds), measured, strict=True):
         inside = chain.times[begin:end]
-        parts = [_shares(inside, part) for part in (_forward, _backward_input, _backward_weight)]
-        found += [
-            Times(*(total * share[nth] for total, share in zip(_parts(whole), parts, strict=True)))
-            for nth in range(len(inside))
-        ]
+        analytic = list(zip(*map(_parts, inside), strict=True))
+        # Where the analytic times of a part are all zero, the shares of the forward count.
+        shares = [_shares(part if sum(part) else analytic[0]) for part in analytic]
+        totals = zip(_parts(whole), shares, strict=True)
+        found += map(Times, *([total * share for share in each] for total, each in totals))
     return found
 
 
@@ -141,23 +141,7 @@ def _parts(times: Times) -> tuple[float, float, float]:
     return times.forward, times.backward_input, times.backward_weight
 
 
-def _forward(times: Times) -> float:
-    return times.forward
-
-
-def _backward_input(times: Times) -> float:
-    return times.backward_input
-
-
-def _backward_weight(times: Times) -> float:
-    return times.backward_weight
-
-
-def _shares(times: Sequence[Times], part: Callable[[Times], float]) -> list[float]:
-    """Return the share of each block in a part; if the analytic times have none, its share in the forward."""
-    values = [part(each) for each in times]
-    if sum(values) == 0:
-        values = [each.forward for each in times]
+def _shares(values: Sequence[float]) -> list[float]:
     total = sum(values)
     return [value / total for value in values] if total else [1 / len(values)] * len(values)
 
@@ -189,19 +173,19 @@ def refined_cut(
         if found.plan.ticks in tried:
             break
         with torch.random.fork_rng(), torch.enable_grad():
-            seen = measure_stages(cut_trace(chain.traced, found.plan, Pipe), values, device)
-        loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(seen)]
+            measured = measure_stages(cut_trace(chain.traced, found.plan, Pipe), values, device)
+        loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(measured)]
         tried[found.plan.ticks] = max(loads), found
         if max(loads) <= _CLOSE * sum(loads) / len(loads):
             break
-        chain = _corrected(chain, found.plan.ticks, seen)
+        chain = _corrected(chain, found.plan.ticks, measured)
     return min(tried.values(), key=lambda each: each[0])[1]
 
 
-def _corrected(chain: Chain, ticks: Sequence[int], seen: Sequence[Times]) -> Chain:
+def _corrected(chain: Chain, ticks: Sequence[int], measured: Sequence[Times]) -> Chain:
     """Return the chain with times that add up to the measured times of the stages."""
     times: list[Times] = []
-    for (begin, end), stage in zip(itertools.pairwise(_block_bounds(chain, ticks)), seen, strict=True):
+    for (begin, end), stage in zip(itertools.pairwise(_block_bounds(chain, ticks)), measured, strict=True):
         inside = chain.times[begin:end]
         factor = stage.total / (sum(each.total for each in inside) or stage.total or 1.0)
         times += [each.scaled(factor, factor, factor) for each in inside]

@@ -19,8 +19,10 @@ from .microbatches import Source, largest_microbatch
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
 _FORMAT, _VERSION = "pipecut training plan", 2
-_TIMES = ("forward", "backward_input", "backward_weight")
-_BY_STAGE = (*_TIMES, "memory_forward", "memory_backward_input", "memory_backward_weight")
+_BY_STAGE = (
+    *("forward", "backward_input", "backward_weight"),
+    *("memory_forward", "memory_backward_input", "memory_backward_weight"),
+)
 
 
 def write_plan(plan: TrainingPlan, path: Path) -> None:
@@ -197,7 +199,7 @@ _CHECKS = {
     "cuts": _Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
     "memory": _Check("a list with the bytes of each rank", _are_sizes),
     "balance": _Check("a text", lambda value, plan: isinstance(value, str)),
-    "alternatives": _Check("a list of what else was tried", _are_alternatives),
+    "alternatives": _Check("a list of alternatives", _are_alternatives),
 }
 
 

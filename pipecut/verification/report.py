@@ -53,12 +53,12 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference as a part of the magnitude."""
+        """Return the difference as a part of the magnitude."""
         return _ratio(self.off_by, self.magnitude)
 
     @property
     def badness(self) -> float:
-        """The difference as a multiple of what is allowed."""
+        """Return the difference as a multiple of the allowed one."""
         return math.inf if self.fault else _ratio(self.off_by, self.allowed)
 
 
