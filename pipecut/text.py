@@ -13,6 +13,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
+
 # Names, lists and counts
 
 

@@ -15,8 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..stage import Flight, PipelineStage, is_initialized
-from .checks import GradientsInTransit, StageCallError, are_same, check_declared, refuse_another_factor
-from .unsupported import STAGE_REPLACED, ReplacedAttributes
+from .unsupported import (
+    STAGE_REPLACED,
+    GradientsInTransit,
+    ReplacedAttributes,
+    StageCallError,
+    are_same,
+    check_declared,
+    refuse_another_factor,
+)
 
 if TYPE_CHECKING:
     from .steps import StageDriver

@@ -12,16 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InputError, PipeError
-from ..pipe_ir import (
-    Edge,
-    PipeInfo,
-    RecomputedValue,
-    StageInfo,
-    TiedParameter,
-    TracedModel,
-    bind_inputs,
-    sizes_of,
-)
+from ..pipe_ir import Edge, PipeInfo, RecomputedValue, StageInfo, TiedParameter, TracedModel, bind_inputs, sizes_of
 from ..stage import CheckpointLike, InitFunction, PipelineStage, Values, build_stage, materialize
 from .report import Explanation, describe, explain, readable
 

@@ -1,6 +1,7 @@
 """TracedModel: one run of a model, as a frozen list of operations and the module calls that they belong to.
 
-Read this file first: all that a cut needs to know of a model is a value of one of these classes.
+Read this file first: all that a cut needs to know of a model, and all that is known of a cut one, is a value of one of
+these classes.
 """
 
 from __future__ import annotations
@@ -313,3 +314,71 @@ class TracedModel:
     def _timed(self) -> tuple[tuple[Operation, ...], list[int]]:
         timed = tuple(op for op in self.operations if op.tick >= 0)
         return timed, [op.tick for op in timed]
+
+
+# Values that describe a cut model: its edges, its stages, its tied parameters.
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that one stage makes and another uses.
+
+    An "activation" goes from the stage that made it to one that uses it, however far. A "root input" is a model input
+    that a later stage uses; it comes from the first stage, where the data is.
+    """
+
+    value: int
+    name: str
+    kind: Literal["activation", "root input"]
+    source: int
+    target: int
+    spec: TensorSpec
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.source} -> {self.target} {self.spec}"
+
+
+@dataclass(frozen=True)
+class RecomputedValue:
+    """A value that a stage makes again, since that costs less than receiving it from the stage that made it."""
+
+    value: int
+    name: str
+    source: int
+    stage: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """One parameter held by several stages; its gradient is the sum over all of them."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    owner: int
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """Inputs and outputs of a stage, in the order of its forward's arguments and results."""
+
+    index: int
+    inputs: tuple[int, ...]
+    input_names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    output_names: tuple[str, ...]
+    modules: tuple[str, ...]
+    flops: sympy.Expr
+    code: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """Description of a Pipe without its modules, small enough to send to other ranks."""
+
+    num_stages: int
+    stages: tuple[StageInfo, ...]
+    edges: tuple[Edge, ...]
+    tied_parameters: tuple[TiedParameter, ...]
+    unused_parameters: tuple[str, ...]
+    call: TracedCall

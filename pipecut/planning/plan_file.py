@@ -14,8 +14,7 @@ from torch import Tensor
 from ..errors import InputError, PipeError
 from ..pipe_ir import read_example
 from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
-from .choices import Choice
-from .microbatches import Source, largest_microbatch
+from .choices import Choice, Source, largest_microbatch
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
 _FORMAT, _VERSION = "pipecut training plan", 2

@@ -17,11 +17,10 @@ from ..pipe_ir import TracedModel
 from ..schedule import Placement, Report, search_schedule
 from ..split import Chain, SplitPlan, cut_trace, dominant_block, mean_of
 from .candidate import Candidate, make_candidate, no_fit_error
-from .choices import Choice, in_flight
+from .choices import Choice, in_flight, no_size_error
 from .costs import StageCosts
 from .group import on_all_ranks, on_each_rank, on_first_rank
 from .measure import StageBenchmark, StageTimes
-from .microbatches import no_size_error
 from .training_plan import Alternative
 
 _T = TypeVar("_T")

@@ -18,10 +18,19 @@ from ..run import digest
 from ..split import Machine
 from ..text import Memory, dtype_name, parse_memory
 from .candidate import memory_remedies
-from .choices import Choice, all_choices, check_request, known_schedules, recompute_options
+from .choices import (
+    Choice,
+    Source,
+    all_choices,
+    check_request,
+    known_schedules,
+    microbatch_counts,
+    no_size_error,
+    recompute_options,
+    refused_sizes,
+)
 from .costs import CostSource
 from .group import check_member, check_same_facts, on_each_rank, on_first_rank
-from .microbatches import Source, microbatch_counts, no_size_error, refused_sizes
 from .ranking import Ranking, measure_best, measure_cut
 from .training_plan import Alternative, TrainingPlan, fingerprint
 

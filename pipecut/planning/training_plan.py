@@ -1,8 +1,9 @@
-"""TrainingPlan: the chosen cut, schedule and microbatches, with the predicted step and the alternatives."""
+"""TrainingPlan: the chosen cut, schedule and microbatches, with the predicted step and a table of alternatives."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,19 +11,99 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from ..errors import InputError, SplitError
 from ..pipe import Pipe, check_is_uncut_model
 from ..pipe_ir import ModelTracer, TracedModel
 from ..run import PlannedSchedule
-from ..schedule import Plan, Report, drop_reduce_ties
+from ..schedule import Plan, Report, drop_reduce_ties, lower_bound, problem_for
 from ..split import SplitPlan, chain_of, changed_state, cut_model
+from ..text import format_bytes
 from .candidate import Candidate
-from .choices import Choice
+from .choices import Choice, Source
 from .measure import checkpoint_forward
-from .microbatches import Source
-from .plan_table import plan_table
+
+# Table of a training plan: the choice, its stages, and the alternatives.
+
+
+_MOST_ROWS = 20
+
+
+def plan_table(plan: TrainingPlan) -> str:
+    """Return the text of a plan."""
+    out = io.StringIO()
+    console = Console(file=out, width=120, markup=False)
+    scheduled = plan.schedule_plan
+    again = ", activations computed again" if plan.recompute else ""
+    console.print(
+        f"{plan.model_name} on {plan.ranks} ranks: {scheduled.name}, {plan.microbatches} microbatches of "
+        f"{plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms per step, bubble "
+        f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for rank, size in enumerate(plan.memory):
+        console.print(f"  rank {rank} needs at most {format_bytes(size)}", highlight=False)
+    for stage, label in enumerate(plan.cuts, 1):
+        console.print(
+            f"  stage {stage} begins at {label}, on rank {scheduled.placement.rank_of[stage]}", highlight=False
+        )
+    if plan.alternatives:
+        console.print(_alternatives(plan))
+    return out.getvalue().rstrip()
+
+
+def _bound(plan: TrainingPlan) -> str:
+    """Return how far the schedule may be from the best one for this cut and placement, in words."""
+    scheduled = plan.schedule_plan
+    bound = lower_bound(
+        problem_for(scheduled.placement, scheduled.microbatches, plan.report.costs, [float("inf")] * scheduled.ranks),
+        "makespan",
+    )
+    computing = [span for span in plan.report.timeline if span.action.is_compute]
+    taken = max(span.end for span in computing) - min(span.start for span in computing)
+    aside = ", sums of shared gradients aside" if scheduled.dataflow.ties else ""
+    return (
+        f"no schedule of these stages takes less than {1000 * bound:.4g} ms{aside}: at most {taken / bound - 1:.1%} "
+        "above the best"
+    )
+
+
+def _sums(plan: TrainingPlan) -> str:
+    scheduled, costs = plan.schedule_plan, plan.report.costs
+    total = sum(costs.tie_time(scheduled, number) for number in range(len(scheduled.dataflow.ties)))
+    return f"\nof the step, {1000 * total:.4g} ms are sums of gradients that ranks share" if total else ""
+
+
+def _alternatives(plan: TrainingPlan) -> Table:
+    table = Table(
+        "schedule",
+        "microbatches",
+        "recompute",
+        "step, ms",
+        "bubble",
+        "peak memory",
+        "why it lost",
+        title="alternatives",
+    )
+    for each in plan.alternatives[:_MOST_ROWS]:
+        table.add_row(
+            *_words(each.choice),
+            "-" if each.step_time is None else f"{1000 * each.step_time:.4g}",
+            "-" if each.bubble is None else f"{each.bubble:.1%}",
+            "-" if each.memory is None else format_bytes(max(each.memory)),
+            each.reason,
+        )
+    if len(plan.alternatives) > _MOST_ROWS:
+        table.caption = f"and {len(plan.alternatives) - _MOST_ROWS} more"
+    return table
+
+
+def _words(choice: Choice) -> tuple[str, str, str]:
+    return choice.schedule, f"{choice.microbatches} x {choice.microbatch}", "yes" if choice.recompute else "no"
 
 
 @dataclass(frozen=True)

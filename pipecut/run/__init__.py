@@ -5,9 +5,9 @@ into a StepState for each rank (state.py), to a runner (runner.py), which goes t
 the executor (executor.py), which has a handler for each kind of action.
 """
 
-from .custom import ActionContext as ActionContext
-from .custom import checked_op as checked_op
+from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
+from .executor import checked_op as checked_op
 from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand

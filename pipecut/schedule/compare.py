@@ -14,8 +14,7 @@ from rich.table import Table
 
 from ..errors import PlanError
 from .action import Action, Op
-from .report import Report
-from .timeline import Span, Timeline
+from .report import Report, Span, Timeline
 
 _NAMED = 4  # actions that an error lists
 

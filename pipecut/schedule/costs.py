@@ -11,7 +11,7 @@ from ..errors import PlanError
 from .action import Op
 from .placement import Placement
 from .plan import Plan
-from .ties import tie_messages
+from .rules import tie_messages
 
 
 @dataclass(frozen=True)

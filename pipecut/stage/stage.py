@@ -16,13 +16,7 @@ from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from ..text import listed
 from ..torch_internals import part_types, trainable_parameters
-from .backward import (
-    PendingWeights,
-    StageWeights,
-    full_backward,
-    input_backward,
-    weight_backward,
-)
+from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
 from .examples import Examples
 from .materialize import check_has_memory

@@ -1,4 +1,4 @@
-"""Dicts in which nn.Module keeps parameters, buffers, children and hooks.
+"""Dicts in which nn.Module keeps parameters, buffers, children and hooks; tensors without memory.
 
 The public iterators (`named_buffers` and others) skip entries that are None, and cannot replace or remove an entry;
 hooks cannot be listed at all.
@@ -7,10 +7,14 @@ hooks cannot be listed at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 BatchNorm = _BatchNorm  # the base of all batch norms, the lazy and the synchronised ones too
 
@@ -111,3 +115,42 @@ def part_types(module: nn.Module) -> dict[int, type]:
             types[id(part)] = type(part)
             stack += part._modules.values()
     return types
+
+
+# Tensors without memory, the identity and version of their memory, and sums of many at once.
+
+
+# Shapes, strides and dtypes without memory: the meta device has no stand-in for a tensor of another device.
+
+# torch.overrides has the mode above autograd only; what an operator is made of is visible below it.
+
+# The logger that prints a page for each operator that fake tensors do not support.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors have in common if and only if they share memory.
+
+    `data_ptr()` is 0 for tensors without memory, and the same for an empty tensor and its neighbour.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of times that a tensor was changed in place."""
+    return tensor._version
+
+
+def make_subclass(cls: type[_T], data: Tensor, requires_grad: bool) -> _T:
+    """Return a tensor of a class over the memory of another; no `__init__` or `__new__` of the class runs.
+
+    `Tensor.as_subclass` keeps the gradient history and cannot make a leaf that requires a gradient.
+    """
+    return Tensor._make_subclass(cls, data, requires_grad)
+
+
+def add_each_(sums: list[Tensor], terms: list[Tensor]) -> None:
+    """Add to each tensor its term, in place, with few kernels; there is no public form of this."""
+    torch._foreach_add_(sums, terms)

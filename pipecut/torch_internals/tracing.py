@@ -1,4 +1,4 @@
-"""The tracer of torch.export and its symbolic sizes, seen while the traced code runs.
+"""The tracer of torch.export, its symbolic sizes and its operators, seen while the traced code runs.
 
 torch.export hands out a finished graph. What the code decided about sizes, and where, is lost by then.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
 import torch.utils._pytree as _pytree
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import autocast_mode
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -92,3 +93,41 @@ def symbol_source(name: str) -> Any:
 def python_text(expr: sympy.Basic) -> str:
     """Return an expression of torch's symbolic sizes, with its own division and rounding, as Python code."""
     return str(PythonPrinter().doprint(expr))
+
+
+# Operators of the dispatcher: their class, schema and kernels.
+#
+# Public torch hands out operators (`torch.ops.aten.add.Tensor`), but neither their type nor their schema.
+
+
+def is_overload(target: object) -> TypeGuard[OpOverload]:
+    """Return True if a callable is an overload of an operator, such as `torch.ops.aten.add.Tensor`."""
+    return isinstance(target, OpOverload)
+
+
+def is_higher_order(target: object) -> bool:
+    """Return True if a callable is an operator on functions, such as torch.cond."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an overload: `name`, `arguments` and `returns` with their aliases, `is_mutable`.
+
+    >>> schema_of(torch.ops.aten.relu.default).name
+    'aten::relu'
+    """
+    return operator._schema
+
+
+def overload_name(operator: OpOverload) -> str:
+    """Return the name of an overload among those of its operator.
+
+    >>> overload_name(torch.ops.aten.add.Tensor)
+    'Tensor'
+    """
+    return operator._overloadname
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Return True if an operator is implemented by other operators, which a dispatch mode sees in its place."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import TraceError, pipeline
-from pipecut.pipe_ir.tracing.torch_modes import FoldCertainRandomBranches
+from pipecut.pipe_ir.tracing.run import FoldCertainRandomBranches
 
 
 @pytest.mark.parametrize(

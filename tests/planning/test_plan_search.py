@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError, PipeError, PlanError, TrainingPlan
-from pipecut.planning.choices import in_flight
-from pipecut.planning.microbatches import _default_counts
+from pipecut.planning.choices import _default_counts, in_flight
 from pipecut.schedule import plan_for, simulate
 from pipecut.split.cost.machine import Machine
 from pipecut.text import parse_memory

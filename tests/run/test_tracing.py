@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
-from pipecut.run.custom import ActionContext
+from pipecut.run.executor import ActionContext
 from pipecut.run.schedule import PipelineSchedule
 
 X = torch.randn(6, 4)

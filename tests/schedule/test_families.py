@@ -8,7 +8,7 @@ import pytest
 
 from pipecut.errors import PlanError
 from pipecut.schedule.action import Action, Op, Rows
-from pipecut.schedule.families.idle_slots import fill_early, fill_late
+from pipecut.schedule.families.building import fill_early, fill_late
 from pipecut.schedule.lower import add_bubbles
 from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan

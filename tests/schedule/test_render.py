@@ -26,8 +26,8 @@ from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.render.palette import HATCH, HUE, contrast, look
 from pipecut.schedule.render.rows import Sources, group_narrow
+from pipecut.schedule.report import Span, Timeline
 from pipecut.schedule.simulate import simulate
-from pipecut.schedule.timeline import Span, Timeline
 from tests.support.properties import examples
 
 NAMESPACE = "http://www.w3.org/2000/svg"

@@ -18,10 +18,9 @@ from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.plan_text import table
 from pipecut.schedule.registry import plan_for, schedule_names
-from pipecut.schedule.report import Idle, Report
+from pipecut.schedule.report import Idle, Report, Span
 from pipecut.schedule.rules import GIVES, Dataflow, dependencies
 from pipecut.schedule.simulate import simulate
-from pipecut.schedule.timeline import Span
 from tests.schedule.mutations import mutated
 from tests.schedule.random_plans import Shape, random_plan
 from tests.support.properties import examples

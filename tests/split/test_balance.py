@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipecut.errors import SplitError, TooLittleMemoryError
 from pipecut.split.balance import solve as preferred
-from pipecut.split.balance.least_memory import least_memory_cuts
 from pipecut.split.balance.problem import Memory
+from pipecut.split.balance.reach import least_memory_cuts
 from pipecut.split.balance.solve import Balance, Blocks, Ranks, Shared, balance_stages
 from tests.support.properties import examples
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from pipecut import CheckpointError, InputError, Pipe, PipeError, SplitPoint, empty_weights, pipeline
-from pipecut.stage.materialize.safetensors_format import SafetensorsFile, write_safetensors
+from pipecut.stage.materialize.checkpoint import SafetensorsFile, write_safetensors
 from tests.stage.materialize_models import SPLIT, Tied, assert_trains_like, build_all, cut, real_model
 
 

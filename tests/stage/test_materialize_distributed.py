@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import Pipe, Schedule1F1B, pipeline, save_stage
-from pipecut.stage.materialize.safetensors_format import SafetensorsFile, write_safetensors
+from pipecut.stage.materialize.checkpoint import SafetensorsFile, write_safetensors
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

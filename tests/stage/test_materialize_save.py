@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipecut import CheckpointError, PipelineStage, SplitPoint, empty_weights, pipeline, save_stage
-from pipecut.stage.materialize.safetensors_format import SafetensorsFile
+from pipecut.stage.materialize.checkpoint import SafetensorsFile
 from tests.stage.materialize_models import Tied, assert_trains_like, build_all, cut, real_model
 
 

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from pipecut import InputError, PipeError, PipelineStage, SplitPoint, pipeline
 from pipecut.launcher import launch
 from pipecut.schedule import plan_for, schedule_names
-from pipecut.verification.compare import Tolerance, compare_tensors, compare_values, tolerance_for
-from pipecut.verification.report import Difference, Verification, VerificationError, by_badness
+from pipecut.verification.report import (
+    Difference,
+    Tolerance,
+    Verification,
+    VerificationError,
+    by_badness,
+    compare_tensors,
+    compare_values,
+    tolerance_for,
+)
 from pipecut.verification.runs import SavedState
 from pipecut.verification.verify import verify
 from tests.support.limits import WORK

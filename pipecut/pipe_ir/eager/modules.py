@@ -14,7 +14,7 @@ from ...torch_internals import assume
 from ..copies import quiet_subclass
 from ..structure import flatten, unflatten
 from ..tracing.recorder import Recorder
-from ..tracing.user_code import why_and_where
+from ..tracing.records import why_and_where
 from .example_runs import KnownSize, size_from
 from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor
 

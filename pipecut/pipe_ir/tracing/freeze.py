@@ -14,15 +14,13 @@ from torch.fx import GraphModule, Node
 from ...torch_internals import storage_id
 from ..inputs import Example, active_autocast
 from ..marker import is_mark
-from ..operators import operator_of
+from ..operators import Modes, operator_of, returned_argument, written_arguments
 from ..sizes.equal import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
 from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
-from .effects import Modes, returned_argument, written_arguments
 from .recorder import Recorder
-from .records import OpenSpan, RecordedNode, RecordedTensor
-from .user_code import line_of
+from .records import OpenSpan, RecordedNode, RecordedTensor, line_of
 
 
 def freeze(model: nn.Module, example: Example, run: Recorder, training: bool) -> TracedModel:

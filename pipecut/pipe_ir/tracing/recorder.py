@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from ...torch_internals import buffers_of, intercepted_checkpoints, intercepted_functions, makes_higher_order, replaced
 from ..copies import quiet_subclass
-from ..sizes.decisions import SizeDecisions
+from ..sizes.symbols import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
 from .records import NOTHING, Attributes, OpenSpan, RecordedNode, RecordedTensor, attributes_of, changed_attributes

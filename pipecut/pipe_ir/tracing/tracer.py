@@ -19,8 +19,8 @@ from ..inputs import read_example
 from ..sizes.dynamic import Dynamic
 from ..traced import Fallback, TracedModel
 from .recorder import Recorder
+from .records import place_of, reason_of, why_and_where
 from .run import has_forward_hooks, is_without_memory, silence_hooks, trace
-from .user_code import place_of, reason_of, why_and_where
 
 _REMEDIES = {
     False: (

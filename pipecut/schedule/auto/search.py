@@ -11,10 +11,9 @@ from ..plan import Plan, collector_paused
 from ..simulate import simulate
 from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
 from .greedy import Rules, greedy_candidates, tune_rules
-from .local_search import local_search
+from .local_search import local_search, placed_weights
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
 from .timing import Budget, Clock, lower_bound
-from .weight_placement import placed_weights
 
 _GREEDY, _TUNING, _LOCAL = 0.3, 0.25, 0.45  # parts of the budget
 _FINALISTS = 2  # arrangements, and plans to start from, that are improved

@@ -31,7 +31,7 @@ from ..placement import Placement
 from ..plan import Plan
 from ..registry import schedule
 from ..rules import Dataflow
-from .idle_slots import fill_early, fill_late
+from .building import fill_early, fill_late
 
 _PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks
 

@@ -11,7 +11,7 @@ from textwrap import wrap
 from ...errors import PlanError
 from ..action import TRANSFERS, Action
 from ..plan_text import BUBBLE
-from ..timeline import Span
+from ..report import Span
 from .palette import LETTER, NAMES
 from .rows import Chart, Sources, axis_name, charts, number, whole_time, with_unit
 

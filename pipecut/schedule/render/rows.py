@@ -12,7 +12,7 @@ from ...errors import PlanError
 from ..action import COMPUTE, Op
 from ..lower import add_bubbles
 from ..plan import Plan
-from ..timeline import Span, Timeline
+from ..report import Span, Timeline
 
 _SLOTS = "slots"
 # Microseconds of each unit. A time without a unit, and a slot of a plan, is taken for a millisecond.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..action import TRANSFERS, Action, Op
 from ..plan_text import FilePath, save_text
-from ..timeline import Span
+from ..report import Span
 from .palette import NAMES
 from .rows import Chart, Sources, charts, microseconds
 

@@ -7,8 +7,7 @@ from ...text import counted
 from ..plan import Plan, collector_paused
 from ..plan_text import marked_grid
 from .deadlock import deadlock_faults
-from .order import Fault, PlanReading, order_faults
-from .sharding import sharding_faults
+from .order import Fault, PlanReading, order_faults, sharding_faults
 
 __all__ = ["Fault", "find_faults", "validate"]
 

@@ -16,9 +16,8 @@ import numpy as np
 from ...errors import SplitError, TooLittleMemoryError
 from ...text import format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
-from .least_memory import LeastMemory, least_memory_cuts
 from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, one_rank_per_stage
-from .reach import Reach, Reached
+from .reach import LeastMemory, Reach, Reached, least_memory_cuts
 
 __all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance_stages", "evaluate_cuts"]
 

@@ -1,17 +1,19 @@
 """Checkpoints as a stage sees them: names, shapes and dtypes, and a way to read some tensors.
 
-State dicts, files of torch.save and directories of torch.distributed.checkpoint are here, safetensors files beside.
+One class each for state dicts, files of torch.save, directories of torch.distributed.checkpoint, and safetensors files.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -140,3 +142,149 @@ class DistributedCheckpoint:
             # It warns that every rank reads for itself, which is intended.
             warnings.filterwarnings("ignore", ".*single process")
             load(into, storage_reader=self._reader, no_dist=True)
+
+
+# The safetensors format: a length, a JSON header, and the bytes of the tensors; read and written piece by piece.
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+_PIECE = 4 << 20  # bytes that are in memory beside the tensor that they go to
+
+
+@dataclass(frozen=True)
+class _Place:
+    entry: Entry
+    begin: int
+
+
+class SafetensorsFile:
+    """A safetensors file: its header is read at once, tensors when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)
+        self._places = _read_header(path)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def entry(self, name: str) -> Entry:
+        return self._places[name].entry
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        # Not mapped into memory: a rank whose address space is limited could not map a file larger than that.
+        with self.path.open("rb") as file:
+            for name, target in sorted(targets.items(), key=lambda item: self._places[item[0]].begin):
+                place = self._places[name]
+                if target.is_contiguous():
+                    _read_into(file, place, target.detach().view(-1), self.where)
+                else:
+                    whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+                    _read_into(file, place, whole.view(-1), self.where)
+                    target.copy_(whole)
+
+    def load_object(self, name: str) -> Any:
+        entry = self.entry(name)
+        value = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read({name: value})
+        return value
+
+
+def _read_into(file: BinaryIO, place: _Place, flat: Tensor, where: str) -> None:
+    dtype = place.entry.dtype
+    step = max(1, _PIECE // dtype.itemsize)
+    piece = bytearray(min(place.entry.nbytes, step * dtype.itemsize))
+    file.seek(place.begin)
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        view = memoryview(piece)[: part.numel() * dtype.itemsize]
+        if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise CheckpointError(
+                f"{where} ends in the middle of a tensor: it was not written to the end; copy it anew"
+            )
+        part.copy_(torch.frombuffer(view, dtype=dtype))
+
+
+def _read_header(path: Path) -> dict[str, _Place]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_LARGEST_HEADER, max(0, path.stat().st_size - 8)):
+            raise _not_safetensors(path)
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise _not_safetensors(path) from error
+    if not isinstance(header, dict):
+        raise _not_safetensors(path)
+    return {name: _place(path, name, info, 8 + length) for name, info in header.items() if name != "__metadata__"}
+
+
+def _not_safetensors(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is neither a safetensors file nor one that torch.save has written")
+
+
+def _place(path: Path, name: str, info: Mapping[str, Any], start: int) -> _Place:
+    try:
+        code, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _not_safetensors(path) from error
+    if code not in _DTYPES:
+        raise CheckpointError(f"{name} in {path} has the dtype {code}; those that can be read are {', '.join(_DTYPES)}")
+    entry = Entry(tuple(shape), _DTYPES[code])
+    if end - begin != entry.nbytes:
+        raise CheckpointError(f"{name} in {path} has {end - begin} bytes, and a {entry} has {entry.nbytes}")
+    return _Place(entry, start + begin)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file at once or not at all, one piece of a tensor in memory at a time.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> write_safetensors(path, {"weight": torch.eye(2)})
+    >>> str(SafetensorsFile(path).entry("weight"))
+    'float32[2, 2]'
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES:
+            raise CheckpointError(f"{name} is of dtype {dtype_name(tensor.dtype)}, which safetensors files cannot hold")
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            _write(file, tensor)
+    unfinished.replace(path)
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    flat = tensor.detach().contiguous().view(-1)
+    step = max(1, _PIECE // tensor.dtype.itemsize)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step].cpu().view(torch.uint8)
+        file.write(piece.numpy().data)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...text import did_you_mean, dtype_name, lines_of, listed
-from .checkpoint import Checkpoint, DistributedCheckpoint, Entry, InMemory, open_torch_file
-from .safetensors_format import SafetensorsFile
+from .checkpoint import Checkpoint, DistributedCheckpoint, Entry, InMemory, SafetensorsFile, open_torch_file
 from .tensors import StageTensor, has_values, named_tensors
 
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import CheckpointError
+from .checkpoint import SafetensorsFile, write_safetensors
 from .load import INDEX
-from .safetensors_format import SafetensorsFile, write_safetensors
 from .tensors import has_values
 
 if TYPE_CHECKING:

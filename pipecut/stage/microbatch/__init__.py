@@ -5,9 +5,8 @@ nested values and leave the rest to them: a new kind of spec is one class.
 """
 
 from .calls import batch_dims, open_value
-from .matching import Rule, match_specs
 from .merge import check_merge_spec, merge_chunks
-from .spec import ChunkSpec, CustomReducer, LossReducer, Replicate, TensorChunkSpec, sum_reducer
+from .spec import ChunkSpec, CustomReducer, LossReducer, Replicate, Rule, TensorChunkSpec, match_specs, sum_reducer
 from .split import Microbatches, split_args_kwargs_into_chunks, split_by_dims, split_by_specs, split_tensor
 from .tensors import cut_rows
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import InputError, NothingToMergeError
 from ...pipe_ir import Path, Structure, unflatten
 from .calls import open_value
-from .matching import Rule, match_specs
+from .spec import Rule, match_specs
 
 _SPEC = "output_merge_spec"
 _REMEDY = (

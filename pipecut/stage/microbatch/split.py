@@ -18,8 +18,7 @@ import torch
 from ...errors import InputError, SpecCountError, TooFewSamplesError
 from ...pipe_ir import unflatten
 from .calls import Call, open_call
-from .matching import Rule, match_specs, written_call
-from .spec import DEFAULT, ChunkSpec, Replicate, TensorChunkSpec
+from .spec import DEFAULT, ChunkSpec, Replicate, Rule, TensorChunkSpec, match_specs, written_call
 from .tensors import is_block_mask, rows_along
 
 

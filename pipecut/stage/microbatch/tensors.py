@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import TypeIs
 
+
 _MaskMod = Callable[[Any, Any, Any, Any], Any]
 _Ranges = Sequence[tuple[int, int]]  # (start, size) of the rows of each microbatch
 

@@ -22,6 +22,7 @@ from .base import Replica
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+
 _Passage = Callable[[Tensor], Tensor]
 
 
