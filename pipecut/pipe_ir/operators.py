@@ -2,8 +2,8 @@
 
 A trace holds operators above autograd (linear, softmax, scaled_dot_product_attention), with symbolic sizes. Whoever
 asks for a cost, for what autograd keeps or for side effects asks here; an operator without a record is taken to be as
-the defaults of `Operator` say. To teach pipecut about an operator, add a record to the table, or complete
-the one that is there. The algorithms that read the records are where they are used: at the end of this file, in `sizes`,
+the defaults of `Operator` say. To teach pipecut about an operator, add a record to the table, or complete the one that
+is there. The algorithms that read the records are where they are used: at the end of this file, in `sizes`,
 and in `split` cost, recompute, state and chain.
 """
 
