@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import InputError, PlanError
 from ..run import exchange
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def check_member(group: object) -> None:
@@ -53,7 +53,7 @@ def check_same_facts(group: dist.ProcessGroup | None, facts: Callable[[], dict[s
                 )
 
 
-def on_all_ranks(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> list[Result]:
+def on_all_ranks(group: dist.ProcessGroup | None, call: Callable[[], _Result]) -> list[_Result]:
     """Return the results of a call on every rank, made at the same time. If it fails on one, it fails on all."""
     if group is None:
         return [call()]
@@ -69,14 +69,14 @@ def on_all_ranks(group: dist.ProcessGroup | None, call: Callable[[], Result]) ->
     return [each for each, _ in found]
 
 
-def on_each_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> Result:
+def on_each_rank(group: dist.ProcessGroup | None, call: Callable[[], _Result]) -> _Result:
     """Return the result of a call on this rank, made on every rank. If it fails on one, it fails on all."""
-    made: list[Result] = []
+    made: list[_Result] = []
     on_all_ranks(group, lambda: made.append(call()))
     return made[0]
 
 
-def on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -> Result:
+def on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], _Result]) -> _Result:
     """Return the result of a call on the first rank, on all of them."""
     if group is None:
         return call()
@@ -89,10 +89,10 @@ def on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], Result]) -
     result, text = sent[0]
     if text is not None:
         raise PlanError(f"Rank 0 of the group failed: {text}")
-    return cast(Result, result)
+    return cast(_Result, result)
 
 
-def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def _attempt(call: Callable[[], _Result]) -> tuple[_Result | None, Exception | None]:
     """Return the result or the failure, which the caller raises once the other ranks know of it."""
     try:
         return call(), None

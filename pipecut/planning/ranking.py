@@ -29,7 +29,7 @@ _BEST = 3  # candidates whose stages are measured, and for which a schedule of t
 
 
 @dataclass(frozen=True)
-class CandidateCut:
+class _CandidateCut:
     """A candidate without its costs, to be measured: its cut, and the stages of each rank."""
 
     choice: Choice
@@ -65,7 +65,7 @@ class Ranking:
     candidates: list[Candidate] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
 
-    def try_all(self) -> list[CandidateCut]:
+    def try_all(self) -> list[_CandidateCut]:
         """Make all candidates, and return the cuts of the best."""
         problems: list[PipeError] = []
         stages: dict[tuple[int, bool], StageCosts] = {}
@@ -84,7 +84,7 @@ class Ranking:
         self.candidates.sort(key=lambda each: each.step_time)
         return [_cut_of(each) for each in self.candidates[:_BEST]]
 
-    def drop_sizes(self, failed: Mapping[int, str]) -> list[CandidateCut]:
+    def drop_sizes(self, failed: Mapping[int, str]) -> list[_CandidateCut]:
         """Drop candidates with sizes of microbatches for which stages failed; return the cuts of the best others."""
         gone = [each for each in self.candidates if each.choice.microbatch in failed]
         self.alternatives += [Alternative.of(each, failed[each.choice.microbatch]) for each in gone]
@@ -153,10 +153,10 @@ class Ranking:
         return all(candidate.memory[rank] <= limit for rank, limit in enumerate(self.limits or ()))
 
 
-def _cut_of(candidate: Candidate) -> CandidateCut:
+def _cut_of(candidate: Candidate) -> _CandidateCut:
     plan = candidate.plan
     stages_of = tuple(tuple(held) for held in plan.placement.stages_of)
-    return CandidateCut(candidate.choice, candidate.cut.plan, stages_of, tuple(in_flight(plan)))
+    return _CandidateCut(candidate.choice, candidate.cut.plan, stages_of, tuple(in_flight(plan)))
 
 
 def _is_v(placement: Placement) -> bool:
@@ -170,8 +170,8 @@ def _is_v(placement: Placement) -> bool:
 
 def measure_best(
     ranking: Ranking,
-    best: Sequence[CandidateCut],
-    measure: Callable[[CandidateCut], dict[int, StageTimes] | str],
+    best: Sequence[_CandidateCut],
+    measure: Callable[[_CandidateCut], dict[int, StageTimes] | str],
     group: dist.ProcessGroup | None,
 ) -> list[dict[int, StageTimes]]:
     """Return the times of the best cuts. Sizes of microbatches for which stages fail are dropped, and others tried."""
@@ -195,7 +195,7 @@ def measure_cut(
     kwargs: Mapping[str, Any],
     group: dist.ProcessGroup | None,
     progress: Callable[[str], None],
-    candidate: CandidateCut,
+    candidate: _CandidateCut,
 ) -> dict[int, StageTimes] | str:
     """Return the times of every stage, or the reason why they do not run.
 

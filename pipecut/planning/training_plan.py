@@ -32,7 +32,7 @@ from .measure import checkpoint_forward
 _MOST_ROWS = 20
 
 
-def plan_table(plan: TrainingPlan) -> str:
+def _plan_table(plan: TrainingPlan) -> str:
     """Return the text of a plan."""
     out = io.StringIO()
     console = Console(file=out, width=120, markup=False)
@@ -219,7 +219,7 @@ class TrainingPlan:
         return (given, *self.source[1:])
 
     def __str__(self) -> str:
-        return plan_table(self)
+        return _plan_table(self)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -88,7 +88,7 @@ class InputCutter:
             states[rank] = state
         return states
 
-    def _calls(self, given: Given) -> Calls:
+    def _calls(self, given: Given) -> _Calls:
         """Cut the arguments, on the rank of the first stage; those like arguments seen before without a check."""
         if not given.args and not given.kwargs:
             raise InputError(
@@ -110,7 +110,7 @@ class InputCutter:
             self._known[kind] = _Recipe.of(calls, given.kwargs)
         return calls
 
-    def _share(self, training: bool, calls: Calls | None) -> _Shared:
+    def _share(self, training: bool, calls: _Calls | None) -> _Shared:
         """Tell all ranks the kind of the step, and a row of numbers for each microbatch."""
         width = 2 + (1 if self.info is None else len(self.info.call.dims))
         # Every rank draws a seed, and that of the first stage is used: so their generators stay in step.
@@ -135,7 +135,7 @@ class InputCutter:
             seed,
         )
 
-    def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
+    def _weights_of(self, calls: _Calls, training: bool) -> list[float] | None:
         """Return the weights that only the rank of the first stage can know, from the arguments of the model."""
         if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None
@@ -193,7 +193,7 @@ class _Shared:
 
 
 @dataclass(frozen=True)
-class Calls:
+class _Calls:
     """The arguments of the microbatches of one step, on the rank of the first stage."""
 
     made: Microbatches
@@ -212,7 +212,7 @@ class Calls:
 
 def cut_traced(
     call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]
-) -> Calls:
+) -> _Calls:
     """Cut the arguments of a traced model along the dim that the trace has as the batch."""
     dims = None if specs != (None, None) else batch_dims(call)
     if dims is None:
@@ -225,7 +225,7 @@ def cut_traced(
     return _calls(made, chunks, [tuple(each[symbol] for symbol in symbols) for each in known], roots)
 
 
-def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> Calls:
+def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> _Calls:
     """Cut the arguments of modules that were cut by hand; all shapes together get one number."""
     made = split_by_specs(args, kwargs, chunks, *specs)
     sizes = [(_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)]
@@ -234,9 +234,9 @@ def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, s
 
 def _calls(
     made: Microbatches, chunks: int, sizes: Sequence[tuple[int, ...]], roots: list[Mapping[int, Tensor]]
-) -> Calls:
+) -> _Calls:
     samples = [1] * chunks if made.sizes is None else list(made.sizes)
-    return Calls(made, samples, list(sizes), roots)
+    return _Calls(made, samples, list(sizes), roots)
 
 
 def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -311,14 +311,14 @@ class _Recipe:
     places: Mapping[int, int]  # from the number of a model input to the place of the argument that it is
 
     @classmethod
-    def of(cls, calls: Calls, kwargs: Mapping[str, Any]) -> _Recipe:
+    def of(cls, calls: _Calls, kwargs: Mapping[str, Any]) -> _Recipe:
         """Take the recipe from a call that was checked and cut."""
         parts = [*calls.args[0], *(calls.kwargs[0][name] for name in kwargs)]
         place_of = {id(part): place for place, part in enumerate(parts)}
         places = {number: place_of[id(part)] for number, part in calls.roots[0].items()} if calls.roots else {}
         return cls(replace(calls.made, args=[], kwargs=[]), calls.samples, calls.sizes, places)
 
-    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calls:
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Calls:
         """Cut another call of the kind."""
         chunks, sizes = len(self.samples), self.made.sizes
         columns = [
@@ -336,4 +336,4 @@ class _Recipe:
         roots: list[Mapping[int, Tensor]] = [
             {number: row[place] for number, place in self.places.items()} for row in rows if self.places
         ]
-        return Calls(made, self.samples, self.sizes, roots)
+        return _Calls(made, self.samples, self.sizes, roots)

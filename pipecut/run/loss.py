@@ -149,7 +149,7 @@ def _places(function: Callable[..., Any], loss_kwargs: Mapping[str, Any]) -> tup
 
 
 LossWeight = Callable[[Any], Any]
-Source = Literal["target", "arguments", "keywords"]
+_Source = Literal["target", "arguments", "keywords"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Weighing:
     """
 
     loss_weight: LossWeight
-    source: Source
+    source: _Source
 
     def of(self, parts: Sequence[Any] | None, *, training: bool = True) -> list[float] | None:
         """Return the weights of the microbatches; None in an evaluation without the labels that they are made from.
@@ -211,7 +211,7 @@ def weighing_of(
         raise InputError(
             "loss_weight weighs losses that are means, and with scale_grads=False they are sums: leave out one of them"
         )
-    own: Source = "keywords" if info is None else "arguments"
+    own: _Source = "keywords" if info is None else "arguments"
     return Weighing(loss_weight, "target" if objective.takes_target else own)
 
 

@@ -240,7 +240,7 @@ _WITHOUT_GRADIENTS = _FORWARDS | {Op.UNSHARD, Op.RESHARD}
 
 
 @dataclass(frozen=True)
-class LossProbe:
+class _LossProbe:
     """The microbatch that comes to the last stage first, and the rank of that stage."""
 
     microbatch: int
@@ -251,7 +251,7 @@ class LossProbe:
         return action.op in _FORWARDS and action.microbatch == self.microbatch
 
 
-def loss_probe_of(plan: Plan) -> LossProbe | None:
+def loss_probe_of(plan: Plan) -> _LossProbe | None:
     """Return the loss probe of a plan; None if its forwards do not stand alone, but in an overlap.
 
     >>> from pipecut.schedule import plan_for
@@ -263,7 +263,7 @@ def loss_probe_of(plan: Plan) -> LossProbe | None:
     arrivals = [leaf for action in plan.actions[last_rank] if action is not None for leaf in action.leaves]
     first = next(leaf for leaf in arrivals if leaf.op is Op.FORWARD and leaf.stage == plan.stages - 1)
     assert first.microbatch is not None  # a forward
-    probe = LossProbe(first.microbatch, last_rank)
+    probe = _LossProbe(first.microbatch, last_rank)
     overlapped = [leaf for action in every if action.op is Op.OVERLAP_F_B for leaf in action.leaves]
     return None if any(map(probe.includes, overlapped)) else probe
 

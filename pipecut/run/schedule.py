@@ -31,11 +31,11 @@ from .transport.base import Transport
 
 
 _MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
-Stages = Mapping[int, PipelineStage]
+_Stages = Mapping[int, PipelineStage]
 
 
 @dataclass(frozen=True)
-class Assembly:
+class _Assembly:
     """The parts that runners are made from; all stages are of one pipe, `info`, or were cut by hand."""
 
     info: PipeInfo | None
@@ -74,7 +74,7 @@ class Assembly:
             made.append(self._executor(plan, stages, transport, own))
         return made
 
-    def _executor(self, plan: Plan, stages: Stages, transport: Transport, ties: TiedGradients) -> Executor:
+    def _executor(self, plan: Plan, stages: _Stages, transport: Transport, ties: TiedGradients) -> Executor:
         parcels = _parcels_of(self.info, stages)
         random_numbers = KINDS[self.random_numbers](stages)
         return Executor(
@@ -90,7 +90,7 @@ class Assembly:
         )
 
 
-def _parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
+def _parcels_of(info: PipeInfo | None, stages: _Stages) -> Parcels:
     """Return what is known of the parcels between these stages and others."""
     if info is None:
         return LearntParcels()
@@ -102,7 +102,7 @@ def _parcels_of(info: PipeInfo | None, stages: Stages) -> Parcels:
     return TracedParcels(info, items)
 
 
-def forward_part(plan: Plan) -> Plan:
+def _forward_part(plan: Plan) -> Plan:
     """Return the forwards of a plan, in its order."""
 
     def forwards(action: Action | None) -> list[Action]:
@@ -113,7 +113,7 @@ def forward_part(plan: Plan) -> Plan:
     return replace(plan, name=f"{plan.name}, forward", actions=tuple(map(tuple, rows)), training=False)
 
 
-def dataflow_of(info: PipeInfo) -> Dataflow:
+def _dataflow_of(info: PipeInfo) -> Dataflow:
     """Return the edges of a pipe; an input of the model that needs a gradient goes and comes back like a value."""
     gradients = {(edge.source, edge.target) for edge in info.edges if edge.spec.requires_grad}
     activations = {(edge.source, edge.target) for edge in info.edges if edge.kind == "activation"}
@@ -239,7 +239,7 @@ class PipelineSchedule:
             stage.find_wrappers()
         declared = declared_ties(self._given_ties, self.stages)
         self.ties = declared if self.info is None else ties_of_pipe(self.info)
-        dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
+        dataflow = with_ties(plan.dataflow, declared) if self.info is None else _dataflow_of(self.info)
         self.plan = plan.with_dataflow(with_states(dataflow, self.random_numbers)).validate()
         self._connection = Connection(self.stages, self.plan, self._timeout, self._transport)
         self.in_process = self._connection.in_process
@@ -370,8 +370,8 @@ class PipelineSchedule:
     def _runner(self, training: bool) -> Runner:
         key = training, self.scale_grads
         if key not in self._runners:
-            plan = self.plan if training else forward_part(self.plan)
-            parts = Assembly(
+            plan = self.plan if training else _forward_part(self.plan)
+            parts = _Assembly(
                 self.info,
                 self.ties,
                 self.stages,

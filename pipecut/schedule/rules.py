@@ -188,7 +188,7 @@ def _leaf_dependencies(action: Action, dataflow: Dataflow, placement: Placement 
 # them.
 
 
-class TieMessage(NamedTuple):
+class _TieMessage(NamedTuple):
     """One message between two ranks that hold a tied parameter."""
 
     source: int
@@ -197,7 +197,7 @@ class TieMessage(NamedTuple):
     is_added: bool = False  # True: the target adds the gradient to its own. False: it replaces it
 
 
-def tie_messages(ranks: Sequence[int]) -> Iterator[TieMessage]:
+def tie_messages(ranks: Sequence[int]) -> Iterator[_TieMessage]:
     """Yield the messages of one sum between ranks, in an order in which they can be sent one after the other.
 
     >>> [(message.source, message.target) for message in tie_messages([0, 3]) if message.has_gradient]
@@ -205,8 +205,8 @@ def tie_messages(ranks: Sequence[int]) -> Iterator[TieMessage]:
     """
     first, *others = ranks
     for other in others:
-        yield TieMessage(other, first)
-        yield TieMessage(other, first, has_gradient=True, is_added=True)
+        yield _TieMessage(other, first)
+        yield _TieMessage(other, first, has_gradient=True, is_added=True)
     for other in others:
-        yield TieMessage(first, other)
-        yield TieMessage(first, other, has_gradient=True)
+        yield _TieMessage(first, other)
+        yield _TieMessage(first, other, has_gradient=True)

@@ -22,7 +22,7 @@ from .examples import Examples
 from .materialize import check_has_memory
 from .replica import Replica, replica_of, wrapped_parts
 
-WeightRunner = Callable[[], None]
+_WeightRunner = Callable[[], None]
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -38,7 +38,7 @@ class Flight:
     outputs: list[Any]
     result: Any = None  # the module's, on the last stage
     loss: Tensor | None = None
-    pending: PendingWeights | WeightRunner | None = field(default=None)
+    pending: PendingWeights | _WeightRunner | None = field(default=None)
 
 
 class PipelineStage:
@@ -67,7 +67,7 @@ class PipelineStage:
         output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         group: dist.ProcessGroup | None = None,
-        dw_builder: Callable[[], WeightRunner] | None = None,
+        dw_builder: Callable[[], _WeightRunner] | None = None,
         get_mesh: Callable[..., Any] | None = None,
         *,
         pipe_info: PipeInfo | None = None,

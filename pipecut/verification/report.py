@@ -14,11 +14,11 @@ from ..errors import InputError, PipeError
 from ..pipe_ir import flatten
 from ..text import counted, dtype_name, tensor_text
 
-What = Literal["loss", "output", "gradient", "gradient norm", "input gradient", "buffer"]
+_What = Literal["loss", "output", "gradient", "gradient norm", "input gradient", "buffer"]
 
 MISSING = "missing: the uncut model has one"
-EXTRA = "extra: the uncut model has none"
-ROWS = 8  # of the table, if all is well
+_EXTRA = "extra: the uncut model has none"
+_ROWS = 8  # of the table, if all is well
 _WRONG_ROWS = 24  # if it is not
 _HEAD = ("", "the worst first", "stage", "off by", "relative", "allowed")
 
@@ -42,7 +42,7 @@ class Difference:
     limit. `fault` is set where there is nothing to subtract: the two have different shapes, or one is missing.
     """
 
-    what: What
+    what: _What
     name: str
     off_by: float = 0.0
     magnitude: float = 0.0
@@ -98,7 +98,7 @@ class Verification:
     @property
     def extra(self) -> tuple[str, ...]:
         """Names of parameters that have a gradient in the stages only."""
-        return tuple(difference.name for difference in self.differences if difference.fault == EXTRA)
+        return tuple(difference.name for difference in self.differences if difference.fault == _EXTRA)
 
     def raise_if_wrong(self) -> None:
         """Raise a VerificationError with the table, unless all is well."""
@@ -108,7 +108,7 @@ class Verification:
     def __str__(self) -> str:
         total, wrong = len(self.differences), self.wrong
         verdict = f"all {total} as in the uncut model" if self.ok else f"{len(wrong)} of {total} differ"
-        shown = self.differences[:ROWS] if self.ok else wrong[:_WRONG_ROWS]
+        shown = self.differences[:_ROWS] if self.ok else wrong[:_WRONG_ROWS]
         left = (total if self.ok else len(wrong)) - len(shown)
         return "\n".join(
             [
@@ -215,7 +215,7 @@ def tolerance_for(dtypes: Iterable[torch.dtype], device: str, rtol: float | None
     )
 
 
-def compare_values(what: What, cut: Any, uncut: Any, tolerance: Tolerance) -> Iterator[Difference]:
+def compare_values(what: _What, cut: Any, uncut: Any, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield a difference for each leaf of a nested value."""
     (cut_leaves, cut_structure), (leaves, structure) = flatten(cut, holders=True), flatten(uncut, holders=True)
     paths = ["".join(path) for path in structure.paths()]
@@ -238,17 +238,17 @@ def compare_gradients(
     tolerance: Tolerance,
     magnitude: float,
     stage: int | None,
-    what: What = "gradient",
+    what: _What = "gradient",
 ) -> Iterator[Difference]:
     """Yield a difference, unless neither has a gradient."""
     if cut is not None and uncut is not None:
         yield compare_tensors(what, name, cut, uncut, tolerance, magnitude, stage)
     elif cut is not uncut:
-        yield Difference(what, name, stage=stage, fault=MISSING if cut is None else EXTRA)
+        yield Difference(what, name, stage=stage, fault=MISSING if cut is None else _EXTRA)
 
 
 def compare_tensors(
-    what: What,
+    what: _What,
     name: str,
     cut: Tensor,
     uncut: Tensor,
@@ -272,7 +272,7 @@ def compare_tensors(
     return Difference(what, name, off_by, measure, tolerance.allowed(measure), stage)
 
 
-def compare_numbers(what: What, cut: float, uncut: float, tolerance: Tolerance) -> Difference:
+def compare_numbers(what: _What, cut: float, uncut: float, tolerance: Tolerance) -> Difference:
     """Compare one number, such as the loss."""
     ours, theirs = (torch.tensor(number, dtype=torch.float64) for number in (cut, uncut))
     difference = compare_tensors(what, what, ours, theirs, tolerance)

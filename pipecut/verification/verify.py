@@ -52,7 +52,7 @@ _FAULT = "fault"
 
 
 @dataclass(frozen=True)
-class RankDifferences:
+class _RankDifferences:
     """Differences that one process found; the norms of its stages' gradients, and the names of their parameters."""
 
     differences: tuple[Difference, ...]
@@ -60,9 +60,9 @@ class RankDifferences:
     held: frozenset[str]
 
 
-def compare_steps(
+def _compare_steps(
     stages: PlannedStages, cut: StepResult, uncut: StepResult, parameters: Sequence[HeldParameter], tolerance: Tolerance
-) -> RankDifferences:
+) -> _RankDifferences:
     """Compare all results that this process has. Buffers that every microbatch updates are not compared."""
     differences: list[Difference] = []
     if stages.has_output:
@@ -80,7 +80,7 @@ def compare_steps(
         if stages.plan.microbatches == 1 or name not in uncut.updated
     ]
     norms = {held.name: _norm(held.parameter.grad) for held in parameters if held.parameter.grad is not None}
-    return RankDifferences(tuple(differences), norms, frozenset(held.name for held in parameters))
+    return _RankDifferences(tuple(differences), norms, frozenset(held.name for held in parameters))
 
 
 def _gradient_differences(
@@ -111,16 +111,16 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def gather(own: RankDifferences, stages: PlannedStages) -> list[RankDifferences]:
+def _gather(own: _RankDifferences, stages: PlannedStages) -> list[_RankDifferences]:
     """Return the differences of all ranks, on all of them."""
     if not stages.is_distributed:
         return [own]
-    collected: list[RankDifferences | None] = [None] * dist.get_world_size(stages.group)
+    collected: list[_RankDifferences | None] = [None] * dist.get_world_size(stages.group)
     dist.all_gather_object(collected, own, group=stages.group)
     return [each for each in collected if each is not None]
 
 
-def all_differences(ranks: Sequence[RankDifferences], uncut: StepResult, tolerance: Tolerance) -> list[Difference]:
+def _all_differences(ranks: Sequence[_RankDifferences], uncut: StepResult, tolerance: Tolerance) -> list[Difference]:
     """Return all differences, with those of all stages together: the norm, and parameters that no stage holds."""
     norms: dict[str, float] = {}
     for rank in ranks:
@@ -142,7 +142,7 @@ def _norm(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(plain(gradient)))
 
 
-def prepare_on_all_ranks(stages: PlannedStages, model: nn.Module, inputs: StepInputs, prepare: Callable[[], _T]) -> _T:
+def _prepare_on_all_ranks(stages: PlannedStages, model: nn.Module, inputs: StepInputs, prepare: Callable[[], _T]) -> _T:
     """Return what `prepare` returns, once all ranks have the same model and batch and none of them fails in it."""
     if not stages.is_distributed:
         return prepare()
@@ -221,7 +221,7 @@ def verify(
     stages = planned_stages(pipe_or_stages, inputs.call, ScheduleRequest(schedule, n_microbatches, ranks, specs))
     if loss_fn is not None and not stages.plan.training:
         raise InputError(f"{stages.plan.name} has no backward pass: leave out loss_fn, and the outputs are compared")
-    held = prepare_on_all_ranks(stages, model, inputs, lambda: match_parameters(stages.stages, model, names))
+    held = _prepare_on_all_ranks(stages, model, inputs, lambda: match_parameters(stages.stages, model, names))
     state = SavedState([model, *(stage.submod for stage in stages.stages)])
     try:
         state.begin()
@@ -230,10 +230,10 @@ def verify(
         state.begin()
         cut = run_cut(stages, inputs.copied(), schedule_options, match_buffers(stages.stages, model))
         tolerance = tolerance_for(_dtypes(model, uncut.output), stages.stages[0].device.type, rtol, atol)
-        found = compare_steps(stages, cut, uncut, held, tolerance)
+        found = _compare_steps(stages, cut, uncut, held, tolerance)
     finally:
         state.restore()
-    differences = by_badness(all_differences(gather(found, stages), uncut, tolerance))
+    differences = by_badness(_all_differences(_gather(found, stages), uncut, tolerance))
     step = _ComparedSteps(stages, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
     notes = _notes_on(step, is_wrong=any(not difference.ok for difference in differences))
     verification = Verification(_title(model, stages), differences, notes, str(tolerance))

@@ -70,14 +70,14 @@ class FoldCertainRandomBranches(TorchFunctionMode):
         return result
 
 
-class TraceNoopContiguous(TorchFunctionMode):
+class _TraceNoopContiguous(TorchFunctionMode):
     """Sends `contiguous()` through the dispatcher, so that every trace has it.
 
     Of a tensor that is contiguous, torch returns the tensor itself. In another mode or size it may not be contiguous,
     and two traces of one code would not match.
 
     >>> x = torch.ones(2)
-    >>> with TraceNoopContiguous():
+    >>> with _TraceNoopContiguous():
     ...     x.contiguous() is not None
     True
     """
@@ -235,7 +235,7 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             FoldCertainRandomBranches(),
-            TraceNoopContiguous(),
+            _TraceNoopContiguous(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.

@@ -18,7 +18,7 @@ from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 from .timing import Budget, Clock
 
 NEVER = float("inf")
-NOTHING = -1
+_NOTHING = -1
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _GreedyScheduler:
             self.weights_done[rank] += 1
             self.freeable[rank] -= self.problem.growth[WEIGHT][stage]
             self._run(rank, WEIGHT, stage, microbatch, now)
-        elif kind != NOTHING:
+        elif kind != _NOTHING:
             done = self.forwards_done if kind == FORWARD else self.inputs_done
             self._run(rank, kind, stage, done[stage], now)
 
@@ -137,7 +137,7 @@ class _GreedyScheduler:
             soon = min(later_gradient, later_forward)
             if soon == NEVER or now + self.problem.time[WEIGHT][stage] * (1 - rules.patience) <= soon:
                 return WEIGHT, -1
-        return NOTHING, -1
+        return _NOTHING, -1
 
     def _next_forward(self, rank: int, now: float) -> tuple[int, float]:
         """Return the stage of the forward to run now, or -1; and the time at which the next one is known to arrive."""

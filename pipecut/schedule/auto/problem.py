@@ -104,7 +104,7 @@ def _rounded_up(value: float) -> float:
 
 
 Row = list[int]
-KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD)
+_KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD)
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 
 
@@ -157,7 +157,7 @@ class Problem:
 
     def row_of(self, actions: Iterable[Action | None]) -> Row:
         """Return the numbers of a rank's actions; the parts of an overlap one after the other."""
-        number_of = {op: kind for kind, op in enumerate(KINDS)}
+        number_of = {op: kind for kind, op in enumerate(_KINDS)}
         return [
             (number_of[leaf.op] * self.stages + leaf.stage) * self.microbatches + (leaf.microbatch or 0)
             for action in actions
@@ -169,7 +169,7 @@ class Problem:
         """Return the plan of numbered rows."""
         made = [
             Action(stage, op, microbatch)
-            for op in KINDS
+            for op in _KINDS
             for stage in range(self.stages)
             for microbatch in range(self.microbatches)
         ]
@@ -186,8 +186,8 @@ def problem_for(placement: Placement, microbatches: int, costs: Costs, limits: S
     return Problem(
         placement=placement,
         microbatches=microbatches,
-        time=tuple(table.time[op] for op in KINDS),
-        growth=tuple(table.memory[op] for op in KINDS),
+        time=tuple(table.time[op] for op in _KINDS),
+        growth=tuple(table.memory[op] for op in _KINDS),
         down=tuple(_travel(placement, costs, Op.SEND_F, stage, min(stage + 1, last)) for stage in range(last + 1)),
         up=tuple(_travel(placement, costs, Op.SEND_B, stage, max(stage - 1, 0)) for stage in range(last + 1)),
         limits=tuple(limits),

@@ -9,7 +9,7 @@ from .building import passes
 
 
 @schedule("GPipe")
-def gpipe(placement: Placement, microbatches: int) -> Rows:
+def _gpipe(placement: Placement, microbatches: int) -> Rows:
     """Run all forwards, then all backwards.
 
     Every rank keeps all microbatches until the first backward (arXiv 1811.06965).
@@ -27,7 +27,7 @@ def gpipe(placement: Placement, microbatches: int) -> Rows:
 
 
 @schedule("LoopedBFS", chunks=2, any_chunks=True)
-def looped_bfs(placement: Placement, microbatches: int) -> Rows:
+def _looped_bfs(placement: Placement, microbatches: int) -> Rows:
     """Run GPipe with several stages on each rank, one stage after the other.
 
     All microbatches go through one chunk before the next, and back the same way (arXiv 2211.05953). A rank comes to
@@ -51,7 +51,7 @@ def _looped_row(stages: tuple[int, ...], microbatches: int) -> tuple[Action, ...
 
 
 @schedule("ForwardOnly", any_chunks=True, training=False)
-def forward_only(placement: Placement, microbatches: int) -> Rows:
+def _forward_only(placement: Placement, microbatches: int) -> Rows:
     """Run forwards only, for evaluation and inference: `step` and `eval` are the same.
 
     >>> from pipecut.schedule import plan_for

@@ -9,7 +9,7 @@ from .building import passes, rounds_of, through_chunks, turns
 
 
 @schedule("1F1B")
-def one_f_one_b(placement: Placement, microbatches: int) -> Rows:
+def _one_f_one_b(placement: Placement, microbatches: int) -> Rows:
     """Run one forward, then one backward, as soon as the first backward can run.
 
     It takes as long as GPipe, but rank r keeps only `ranks - r` microbatches (arXiv 1806.03377, 2104.04473).
@@ -31,7 +31,7 @@ def _one_f_one_b_row(rank: int, warm_up: int, microbatches: int) -> tuple[Action
 
 
 @schedule("Interleaved1F1B", chunks=2, any_chunks=True)
-def interleaved_one_f_one_b(placement: Placement, microbatches: int) -> Rows:
+def _interleaved_one_f_one_b(placement: Placement, microbatches: int) -> Rows:
     """Run 1F1B with several stages on each rank, in a loop.
 
     A round of about one microbatch per rank goes through all chunks of a rank (arXiv 2104.04473), so that the pipeline

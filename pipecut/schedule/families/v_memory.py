@@ -63,7 +63,7 @@ def _next_free(after: int, *times: int) -> int:
 
 
 @schedule("V-Half", placement=Placement.v, chunks=2)
-def v_half(placement: Placement, microbatches: int) -> Rows:
+def _v_half(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, with half of the memory of 1F1B.
 
     No rank holds more than (ranks + 2) // 2 microbatches.
@@ -81,7 +81,7 @@ def v_half(placement: Placement, microbatches: int) -> Rows:
 
 
 @schedule("V-Min", placement=Placement.v, chunks=2)
-def v_min(placement: Placement, microbatches: int) -> Rows:
+def _v_min(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, with a third of the memory of 1F1B.
 
     No rank holds more than (ranks + 4) // 3 microbatches.

@@ -9,7 +9,7 @@ from .building import passes, rounds_of, through_chunks, with_late_weights
 
 
 @schedule("ZB-H1")
-def zero_bubble_h1(placement: Placement, microbatches: int) -> Rows:
+def _zero_bubble_h1(placement: Placement, microbatches: int) -> Rows:
     """Run 1F1B with weight gradients in its bubbles, and no more memory.
 
     If F, I and W take equally long, it has a third of the bubble of 1F1B: rank r holds r weight gradients back.
@@ -25,7 +25,7 @@ def zero_bubble_h1(placement: Placement, microbatches: int) -> Rows:
 
 
 @schedule("ZB-H2")
-def zero_bubble_h2(placement: Placement, microbatches: int) -> Rows:
+def _zero_bubble_h2(placement: Placement, microbatches: int) -> Rows:
     """Run without a bubble, for twice the memory of 1F1B.
 
     From 2 * ranks - 1 microbatches on no rank waits between its first pass and its last, if F, I and W take equally
@@ -52,7 +52,7 @@ def _row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> tuple[Act
 
 
 @schedule("InterleavedZeroBubble", chunks=2, any_chunks=True, refuses_compiled=True)
-def interleaved_zero_bubble(placement: Placement, microbatches: int) -> Rows:
+def _interleaved_zero_bubble(placement: Placement, microbatches: int) -> Rows:
     """Run interleaved 1F1B with weight gradients in its bubbles.
 
     Rank r runs r input gradients ahead of its weight gradients, as in ZB-H1.

@@ -13,7 +13,7 @@ from .building import passes, turns
 
 
 @schedule("ZBVZeroBubble", placement=Placement.v, chunks=2, refuses_compiled=True)
-def zero_bubble_v(placement: Placement, microbatches: int) -> Rows:
+def _zero_bubble_v(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, with weight gradients in the bubbles.
 
     This is ZB-V of arXiv 2401.10241: no rank holds more than `ranks` microbatches. From 2 * ranks - 1 microbatches on
@@ -57,7 +57,7 @@ def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, 
 
 
 @schedule("DualPipeV", placement=Placement.v, chunks=2, refuses_compiled=True)
-def dualpipe_v(placement: Placement, microbatches: int) -> Rows:
+def _dualpipe_v(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, forwards and backwards overlapped.
 
     This is DualPipe (arXiv 2412.19437) cut in half: the transfers of one pass hide behind the other of its pair.

@@ -32,8 +32,8 @@ class _HasTimeline(Protocol):
         ...
 
 
-Source = Plan | Timeline | _HasTimeline
-Sources = Source | Sequence[Source]
+_Source = Plan | Timeline | _HasTimeline
+Sources = _Source | Sequence[_Source]
 
 
 @dataclass(frozen=True)

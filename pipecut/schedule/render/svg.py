@@ -27,7 +27,7 @@ _Tracks = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
 
 
 @dataclass(frozen=True)
-class Boxes:
+class _Boxes:
     """Rows of spans drawn to scale. Spans shorter than `least` stand together in columns."""
 
     chart: Chart
@@ -39,7 +39,7 @@ class Boxes:
     @cached_property
     def tracks(self) -> tuple[_Tracks, ...]:
         """The tracks of each rank."""
-        return tuple(map(tracks, self.chart.rows))
+        return tuple(map(_tracks, self.chart.rows))
 
     @cached_property
     def main(self) -> float:
@@ -77,7 +77,7 @@ class Boxes:
             y = top + place * part
             drawn.append(self._rect(x, y, width, part, self._paint(span.rank, leaf, width >= _HATCHED_FROM), framed))
             drawn.append(self._label(span.rank, leaf, x + width / 2, y, width, part))
-        return f"<g><title>{escape(described(span, self.chart.unit))}</title>{''.join(drawn)}</g>"
+        return f"<g><title>{escape(_described(span, self.chart.unit))}</title>{''.join(drawn)}</g>"
 
     def _column(self, group: Sequence[Span], top: float, height: float) -> str:
         """Draw many spans in one place: a band for each kind, as high as its share of the time."""
@@ -114,7 +114,7 @@ class Boxes:
     def _paint(self, rank: int, leaf: Action, hatched: bool) -> str:
         chunk, chunks = self.chart.chunk_of.get((rank, leaf.stage), 0), self.chart.chunks
         looks = look(leaf.op, chunk, chunks)
-        return f"url(#{pattern_name(leaf.op, chunk, chunks)})" if hatched and looks.hatch else looks.fill
+        return f"url(#{_pattern_name(leaf.op, chunk, chunks)})" if hatched and looks.hatch else looks.fill
 
     def _label(self, rank: int, leaf: Action, middle: float, y: float, width: float, height: float) -> str:
         """Return the number of the microbatch, or a letter for an action that is no computation, where it fits."""
@@ -130,7 +130,7 @@ class Boxes:
         )
 
 
-def tracks(row: Sequence[Span]) -> _Tracks:
+def _tracks(row: Sequence[Span]) -> _Tracks:
     """Divide spans into back, front, and thin marks at the foot, so that no transfer hides a computation."""
     back = [span for span in row if is_neutral(span.action.op)]
     foot = [span for span in row if span.action.op in TRANSFERS]
@@ -138,7 +138,7 @@ def tracks(row: Sequence[Span]) -> _Tracks:
     return back, front, foot
 
 
-def described(span: Span, unit: str) -> str:
+def _described(span: Span, unit: str) -> str:
     """Describe a span on one line."""
     leaves = span.action.leaves
     facts = [numbered("stage", [leaf.stage for leaf in leaves], " and ")]
@@ -151,7 +151,7 @@ def described(span: Span, unit: str) -> str:
     return f"{span.action!r}: {', '.join(facts)}"
 
 
-def pattern_name(op: Op, chunk: int, chunks: int) -> str:
+def _pattern_name(op: Op, chunk: int, chunks: int) -> str:
     """Return the id of a hatched fill, of all that it depends on, so that pictures in one page may share it."""
     return f"{op}{chunk}of{chunks}"
 
@@ -232,7 +232,7 @@ def _document(drawn: Sequence[Chart], width: float, height: float, body: Sequenc
 
 def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
     """Draw the names and grounds of the lanes and, as the last piece, all boxes."""
-    boxes = Boxes(chart, layout.left, layout.scale, layout.lane * 0.88, layout.least)
+    boxes = _Boxes(chart, layout.left, layout.scale, layout.lane * 0.88, layout.least)
     every = -(-_LABEL_HEIGHT // layout.lane)
     found, drawn = [], []
     for rank in range(len(chart.rows)):
@@ -248,7 +248,7 @@ def _lanes(chart: Chart, layout: _Layout, top: float) -> list[str]:
 
 def _notes(drawn: Sequence[Chart], layout: _Layout) -> list[str]:
     """Tell the reader of spans that do not stand alone."""
-    split = [track for chart in drawn for row in chart.rows for track in tracks(row)]
+    split = [track for chart in drawn for row in chart.rows for track in _tracks(row)]
     together = [len(group) for track in split for group in group_narrow(track, layout.least) if len(group) > 1]
     if not together:
         return []
@@ -272,7 +272,7 @@ class _Layout:
     def of(cls, drawn: Sequence[Chart]) -> _Layout:
         """Choose measures with which boxes can be read if possible, and the file stays small in any case."""
         rows = [row for chart in drawn for row in chart.rows]
-        split = [track for row in rows for track in tracks(row)]
+        split = [track for row in rows for track in _tracks(row)]
         plot = min(max(max(map(len, rows)) * _WIDTH_A_BOX, _NARROWEST_PLOT), _WIDEST_PLOT)
         extent = whole_time(drawn)
         digits = len(str(max(len(chart.rows) for chart in drawn) - 1))
@@ -297,7 +297,7 @@ def hatches(chunks: int) -> str:
         fill, hatch, _ = look(op, chunk, chunks)
         lines = "".join(_LINES[line] for line in hatch)
         found.append(
-            f'<pattern id="{pattern_name(op, chunk, chunks)}" width="{TILE}" height="{TILE}" '
+            f'<pattern id="{_pattern_name(op, chunk, chunks)}" width="{TILE}" height="{TILE}" '
             f'patternUnits="userSpaceOnUse"><rect width="{TILE}" height="{TILE}" fill="{fill}"/>'
             f'<path d="{lines}" stroke="#000" stroke-opacity=".35" fill="none"/></pattern>'
         )
@@ -377,7 +377,7 @@ def _entries(charts: Sequence[Chart]) -> Iterator[tuple[str, int, str]]:
 
 def _fill(op: Op, chunk: int, chunks: int) -> str:
     fill, hatch, _ = look(op, chunk, chunks)
-    return f"url(#{pattern_name(op, chunk, chunks)})" if hatch else fill
+    return f"url(#{_pattern_name(op, chunk, chunks)})" if hatch else fill
 
 
 def _swatch(fill: str, x: float, y: float, width: float, height: float) -> str:

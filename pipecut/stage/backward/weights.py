@@ -129,7 +129,7 @@ _MICROSECONDS_PER_MATRIX, _MICROSECONDS_PER_PARAMETER = 40, 10
 _TOLERANCE = 0.04
 
 
-class WeightSizes(NamedTuple):
+class _WeightSizes(NamedTuple):
     """Sums over the parameters of a stage; `sides` adds up the numbers of rows and columns of the matrices."""
 
     parameters: int
@@ -138,7 +138,7 @@ class WeightSizes(NamedTuple):
     sides: int
 
 
-def weight_sizes(parameters: Iterable[Tensor]) -> WeightSizes:
+def weight_sizes(parameters: Iterable[Tensor]) -> _WeightSizes:
     """Return the sums over some parameters.
 
     >>> weight_sizes(torch.nn.Linear(100, 20).parameters())
@@ -151,7 +151,7 @@ def weight_sizes(parameters: Iterable[Tensor]) -> WeightSizes:
         if parameter.dim() > 1:
             matrices.append(parameter)
     elements = sum(matrix.numel() for matrix in matrices)
-    return WeightSizes(count, len(matrices), elements, sum(matrix.shape[0] + matrix.shape[1] for matrix in matrices))
+    return _WeightSizes(count, len(matrices), elements, sum(matrix.shape[0] + matrix.shape[1] for matrix in matrices))
 
 
 def weight_gradient_work(elements: int, rows: int) -> int:
@@ -163,7 +163,7 @@ def weight_gradient_work(elements: int, rows: int) -> int:
     return elements * (2 * rows + _GRADIENT_ELEMENT)
 
 
-def min_rows_to_defer(sizes: WeightSizes, on_cpu: bool) -> float:
+def min_rows_to_defer(sizes: _WeightSizes, on_cpu: bool) -> float:
     """Return the number of rows that weights must be multiplied with, so that deferring their gradients is worth it.
 
     >>> min_rows_to_defer(weight_sizes(torch.nn.Linear(64, 64).parameters()), on_cpu=True)

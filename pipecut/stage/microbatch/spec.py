@@ -205,7 +205,7 @@ class LossReducer(CustomReducer):
 
 sum_reducer = LossReducer(0, operator.add)
 DEFAULT = TensorChunkSpec(0).inside()  # of values for which no spec was given
-BUILT_IN: tuple[type[ChunkSpec], ...] = (TensorChunkSpec, Replicate, CustomReducer)
+_BUILT_IN: tuple[type[ChunkSpec], ...] = (TensorChunkSpec, Replicate, CustomReducer)
 
 
 # Match the specs that a user gives with the leaves of a nested value, and write specs as the user would.
@@ -262,7 +262,7 @@ def _checked(spec: Any, place: str, use: _Use) -> ChunkSpec | None:
     made: Any = Replicate() if spec is Replicate else spec
     if made is None or (isinstance(made, ChunkSpec) and _defines(type(made), use)):
         return made
-    ways = ", ".join(kind.usage for kind in BUILT_IN if _defines(kind, use))
+    ways = ", ".join(kind.usage for kind in _BUILT_IN if _defines(kind, use))
     meant = f"write TensorChunkSpec({spec})" if type(spec) is int else f"write {ways} of pipecut, or None"
     missing = f", which has no method {use}()" if isinstance(made, ChunkSpec) else ", not a spec"
     kind = f"{type(spec).__module__}.{type(spec).__qualname__}"

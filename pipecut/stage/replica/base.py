@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-Context = contextlib.AbstractContextManager[None]
+_Context = contextlib.AbstractContextManager[None]
 _NOTHING = contextlib.nullcontext()
 
 
@@ -26,15 +26,15 @@ class Replica:
     is_reduced = False  # True if gradients have to be averaged over other ranks after the last backward of a step
     groups: Sequence[dist.ProcessGroup] = ()  # over which the module is copied or sharded
 
-    def forward(self) -> Context:
+    def forward(self) -> _Context:
         """Return the context of a forward of the module."""
         return _NOTHING
 
-    def backward(self) -> Context:
+    def backward(self) -> _Context:
         """Return the context of a backward from the module's outputs, whole or for its inputs only."""
         return _NOTHING
 
-    def weight_backward(self) -> Context:
+    def weight_backward(self) -> _Context:
         """Return the context of the rest of a backward, that for the weights."""
         return _NOTHING
 
