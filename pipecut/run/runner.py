@@ -256,7 +256,7 @@ def loss_probe_of(plan: Plan) -> _LossProbe | None:
 
     >>> from pipecut.schedule import plan_for
     >>> loss_probe_of(plan_for("1F1B", ranks=2, microbatches=4))
-    LossProbe(microbatch=0, last_rank=1)
+    _LossProbe(microbatch=0, last_rank=1)
     """
     last_rank = plan.placement.rank_of[plan.stages - 1]
     every = [action for row in plan.actions for action in row if action is not None]

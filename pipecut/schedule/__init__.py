@@ -22,7 +22,7 @@ from .action import Action, Op, Rows, overlap, parse_action, transfer
 from .auto import FoundPlan, auto_schedule, search_schedule
 from .auto import lower_bound as lower_bound
 from .auto import problem_for as problem_for
-from .compare import Comparison, compare
+from .compare import Comparison, Line, compare
 from .costs import Costs, Link
 from .lower import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
 from .lower import add_bubbles as add_bubbles
@@ -57,6 +57,7 @@ __all__ = [
     "Dataflow",
     "Fault",
     "FoundPlan",
+    "Line",
     "Link",
     "Op",
     "Placement",

@@ -27,7 +27,7 @@ class _HasReport(Protocol):
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """One number, predicted and executed."""
 
     what: str
@@ -44,9 +44,9 @@ class _Line:
 class Comparison:
     """The mean time of each kind of computation; that of each rank, from first start to last end; the step."""
 
-    kinds: tuple[_Line, ...]
-    ranks: tuple[_Line, ...]
-    step: _Line
+    kinds: tuple[Line, ...]
+    ranks: tuple[Line, ...]
+    step: Line
     unit: str
 
     def __str__(self) -> str:
@@ -88,17 +88,17 @@ def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) 
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
     return Comparison(
         kinds=tuple(_kinds(predicted, seen)),
-        ranks=tuple(_Line(f"rank {rank}", _length(_of(rank, predicted)), _length(_of(rank, seen))) for rank in present),
-        step=_Line("step", _length(predicted), _length(seen)),
+        ranks=tuple(Line(f"rank {rank}", _length(_of(rank, predicted)), _length(_of(rank, seen))) for rank in present),
+        step=Line("step", _length(predicted), _length(seen)),
         unit=unit,
     )
 
 
-def _kinds(predicted: list[Span], seen: list[Span]) -> Iterable[_Line]:
+def _kinds(predicted: list[Span], seen: list[Span]) -> Iterable[Line]:
     for op in dict.fromkeys(span.action.op for span in predicted):
         both = [_times_of(op, spans) for spans in (predicted, seen)]
         if all(both):
-            yield _Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
+            yield Line(op.name.lower().replace("_", " "), *map(statistics.fmean, both))
 
 
 def _times_of(op: Op, spans: list[Span]) -> list[float]:

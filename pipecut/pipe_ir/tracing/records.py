@@ -111,14 +111,14 @@ _COMPARABLE = (bool, int, float, str, bytes, set)
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LAYERS = str(Path(torch.__file__).parent / "nn" / "modules")
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
-_START = str(Path(__file__).parent / "run.py")
+_START = (str(Path(__file__).parent / "run.py"), "_export")  # calls torch.export: no user's code of the trace beyond it
 
 
 def user_line() -> str:
     """Return the innermost line outside of torch and this package; in a model of torch's layers, that of the layer."""
     frame: FrameType | None = sys._getframe(1)
     layer = ""
-    while frame is not None and frame.f_code.co_filename != _START:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _START:
         filename = frame.f_code.co_filename
         if not filename.startswith((_TORCH, _PACKAGE, "<")):
             return _text(frame)

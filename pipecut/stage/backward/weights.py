@@ -142,7 +142,7 @@ def weight_sizes(parameters: Iterable[Tensor]) -> _WeightSizes:
     """Return the sums over some parameters.
 
     >>> weight_sizes(torch.nn.Linear(100, 20).parameters())
-    WeightSizes(parameters=2, matrices=1, elements=2000, sides=120)
+    _WeightSizes(parameters=2, matrices=1, elements=2000, sides=120)
     """
     count = 0
     matrices = []
