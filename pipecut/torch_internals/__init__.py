@@ -14,6 +14,7 @@ from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
 from .autograd import tensor_hooks as tensor_hooks
+from .distributed import REPLICATE_CLASS as REPLICATE_CLASS
 from .distributed import ReplicateState as ReplicateState
 from .distributed import abort_connections as abort_connections
 from .distributed import average_static_graph as average_static_graph
@@ -24,7 +25,6 @@ from .distributed import hook_based_options as hook_based_options
 from .distributed import mark_ready as mark_ready
 from .distributed import mesh_layout as mesh_layout
 from .distributed import number_of_groups as number_of_groups
-from .distributed import replicate_class as replicate_class
 from .distributed import static_graph_has_run as static_graph_has_run
 from .modules import EXTRA_STATE as EXTRA_STATE
 from .modules import FAKE_TENSOR_LOGGER as FAKE_TENSOR_LOGGER

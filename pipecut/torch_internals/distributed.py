@@ -7,7 +7,6 @@ last: their reducers have to be told.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,9 +68,8 @@ def average_static_graph(module: DistributedDataParallel) -> None:
     reducer._delay_all_reduce()
 
 
-def replicate_class() -> type | None:
-    """Return the class of modules that were given to `replicate()`; None while nobody has imported it."""
-    return getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+# Module and name of the class of modules that were given to `replicate()`. It is not imported before the user does.
+REPLICATE_CLASS = ("torch.distributed._composable.replicate", "DDP")
 
 
 class ReplicateState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut.torch_internals import (
+    REPLICATE_CLASS,
     ReplicateState,
     abort_connections,
     average_static_graph,
@@ -25,7 +27,6 @@ from pipecut.torch_internals import (
     mark_ready,
     mesh_layout,
     number_of_groups,
-    replicate_class,
     static_graph_has_run,
 )
 
@@ -83,9 +84,9 @@ def test_the_state_of_replicate_has_group_wrapper_and_parameters() -> None:
     from torch.distributed._composable.replicate import replicate
 
     module = replicate(nn.Linear(2, 2))
-    kind, state = replicate_class(), ReplicateState(module)
-    assert kind is not None
-    assert isinstance(module, kind)
+    source, name = REPLICATE_CLASS
+    state = ReplicateState(module)
+    assert isinstance(module, getattr(sys.modules[source], name))
     assert (state.group, state.averages) == (dist.group.WORLD, True)
     assert isinstance(state.wrapper, DistributedDataParallel)
     assert state.group is state.wrapper.process_group

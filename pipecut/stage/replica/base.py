@@ -54,8 +54,16 @@ class NotReplicated(Replica):
     has_contexts = False
 
 
-class Wrapper(NamedTuple):
-    """One way to wrap modules: recognises wrapped parts of a stage, and makes the Replica that steers them."""
+class WrapperClass(NamedTuple):
+    """A class that wrapped modules have, by its name: while its module is not imported, nothing is under it."""
 
-    name_of: Callable[[nn.Module], str | None]  # the wrapper's name in messages; None for a part that is not wrapped
+    module: str
+    name: str
+    called: str  # the name that the user knows
+
+
+class Wrapper(NamedTuple):
+    """One way to wrap modules: the classes that wrapped parts of a stage have, and the Replica that steers them."""
+
+    classes: Sequence[WrapperClass]
     replica: Callable[[nn.Module, Sequence[nn.Module]], Replica]  # of a stage's module and its wrapped parts

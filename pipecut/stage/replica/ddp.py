@@ -21,30 +21,21 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import InputError
 from ...text import listed
 from ...torch_internals import (
+    REPLICATE_CLASS,
     ReplicateState,
     average_static_graph,
     averaged_parameters,
     hold_static_graph,
     hook_based_options,
     mark_ready,
-    replicate_class,
     static_graph_has_run,
 )
-from .base import Replica
+from .base import Replica, Wrapper, WrapperClass
 
 _STATIC_GRAPH = "_pipecut_static_graph"
 
 
-def copied_by(part: nn.Module) -> str | None:
-    """Return the name of what averages the gradients of a part, None if nothing does."""
-    if isinstance(part, DistributedDataParallel):
-        return _Wrapped.called
-    # While the module of replicate() is not imported, nothing is under it.
-    kind = replicate_class()
-    return _Replicated.called if kind is not None and isinstance(part, kind) else None
-
-
-class Copies(Replica):
+class _Copies(Replica):
     """A module of which some parts, or all of it, are under DistributedDataParallel or replicate()."""
 
     is_reduced = True
@@ -305,3 +296,12 @@ class _StaticGraph:
 
     def _without_gradient(self) -> set[str]:
         return {name for name, parameter in self._parameters.items() if parameter.grad is None}
+
+
+COPIES = Wrapper(
+    (
+        WrapperClass("torch.nn.parallel", "DistributedDataParallel", _Wrapped.called),
+        WrapperClass(*REPLICATE_CLASS, _Replicated.called),
+    ),
+    _Copies,
+)

@@ -7,7 +7,6 @@ After the last backward, an empty forward and backward call the hooks once more,
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...torch_internals import fsdp_mesh_infos
-from .base import Replica
+from .base import Replica, Wrapper, WrapperClass
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
@@ -26,14 +25,7 @@ if TYPE_CHECKING:
 _Passage = Callable[[Tensor], Tensor]
 
 
-def sharded_by(part: nn.Module) -> str | None:
-    """Return the name of what shards a part, None if nothing does."""
-    # The module of fully_shard is slow to import; while it is not imported, nothing is sharded.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return "fully_shard" if fsdp is not None and isinstance(part, fsdp.FSDPModule) else None
-
-
-class Shards(Replica):
+class _Shards(Replica):
     """A module of which some parts, or all of it, are under fully_shard, or replicate of the same family.
 
     The user's settings of gradient sync and of resharding hold outside steps only.
@@ -125,7 +117,9 @@ class Shards(Replica):
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost parts: the hooks of each manage all parts inside it."""
-    if sharded_by(module) is not None:
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and imported by now
+
+    if isinstance(module, FSDPModule):
         yield module
         return
     for child in module.children():
@@ -147,3 +141,6 @@ def _passage(root: nn.Module) -> _Passage:
 def _shards(mesh_info: Any) -> bool:
     """Return True if parameters are in pieces; under replicate they are not."""
     return mesh_info.shard_mesh_dim is not None
+
+
+SHARDS = Wrapper((WrapperClass("torch.distributed.fsdp", "FSDPModule", "fully_shard"),), _Shards)

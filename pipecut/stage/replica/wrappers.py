@@ -8,17 +8,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
-from .base import NotReplicated, Replica, Wrapper
-from .ddp import Copies, copied_by
-from .fsdp import Shards, sharded_by
+from .base import NotReplicated, Replica, Wrapper, WrapperClass
+from .ddp import COPIES
+from .fsdp import SHARDS
 
 # A new wrapper is a file with its Replica, and an entry here.
-_WRAPPERS = (Wrapper(copied_by, Copies), Wrapper(sharded_by, Shards))
+_WRAPPERS = (COPIES, SHARDS)
 
-# Module, class, name and replacement of wrappers that would average some gradients and not others, for they cannot be
-# told which backward is the last.
+# Wrappers that would average some gradients and not others, for they cannot be told which backward is the last, and
+# what to use instead.
 _UNSUPPORTED = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)", "fully_shard"),
+    (
+        WrapperClass("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)"),
+        "fully_shard",
+    ),
 )
 
 
@@ -31,7 +34,7 @@ def replica_of(module: nn.Module) -> Replica:
     _refuse_unsupported(module)
     found = []
     for wrapper in _WRAPPERS:
-        parts = {part: name for part in module.modules() if (name := wrapper.name_of(part)) is not None}
+        parts = _parts_under(wrapper, module)
         if parts:
             found.append((wrapper, parts))
     if not found:
@@ -45,9 +48,7 @@ def replica_of(module: nn.Module) -> Replica:
 
 def wrapped_parts(module: nn.Module) -> frozenset[int]:
     """Return the ids of the parts of a module that are copied or sharded."""
-    return frozenset(
-        id(part) for part in module.modules() if any(wrapper.name_of(part) is not None for wrapper in _WRAPPERS)
-    )
+    return frozenset(id(part) for wrapper in _WRAPPERS for part in _parts_under(wrapper, module))
 
 
 def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
@@ -64,10 +65,27 @@ def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.Proces
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    for source, name, called, instead in _UNSUPPORTED:
-        # While its module is not imported, nothing can be under a wrapper.
-        kind: type | None = getattr(sys.modules.get(source), name, None)
-        for path, part in module.named_modules():
-            if kind is not None and isinstance(part, kind):
+    for known, instead in _UNSUPPORTED:
+        kind = _imported(known)
+        for path, part in module.named_modules() if kind is not None else ():
+            if isinstance(part, kind):
                 where = f"'{path}' of a stage" if path else "a stage"
-                raise InputError(f"{where} is under {called}, which a pipeline cannot steer: use {instead} instead")
+                raise InputError(
+                    f"{where} is under {known.called}, which a pipeline cannot steer: use {instead} instead"
+                )
+
+
+def _parts_under(wrapper: Wrapper, module: nn.Module) -> dict[nn.Module, str]:
+    """Return the parts of a module that are wrapped in this way, each with the name of its wrapper."""
+    found: dict[nn.Module, str] = {}
+    kinds = [(kind, known.called) for known in wrapper.classes if (kind := _imported(known)) is not None]
+    for part in module.modules() if kinds else ():
+        for kind, called in kinds:
+            if isinstance(part, kind):
+                found.setdefault(part, called)
+    return found
+
+
+def _imported(known: WrapperClass) -> type | None:
+    """Return the class, which may be slow to import; None while nobody has imported it."""
+    return getattr(sys.modules.get(known.module), known.name, None)
