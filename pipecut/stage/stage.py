@@ -19,7 +19,6 @@ from ..torch_internals import part_types, trainable_parameters
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
 from .examples import Examples
-from .materialize import check_has_memory
 from .replica import Replica, replica_of, wrapped_parts
 
 _WeightRunner = Callable[[], None]
@@ -73,8 +72,11 @@ class PipelineStage:
         pipe_info: PipeInfo | None = None,
     ) -> None:
         _check_place(submodule, stage_index, num_stages)
-        examples = Examples(input_args, output_args, input_grads, output_grads).checked(stage_index, num_stages)
-        check_has_memory(submodule, stage_index, torch.device(device))
+        given = (input_args, output_args, input_grads, output_grads)
+        examples = Examples(*given)
+        if any(each is not None for each in given):
+            examples = examples.checked(stage_index, num_stages)
+        _check_has_memory(submodule, stage_index, torch.device(device))
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -87,8 +89,9 @@ class PipelineStage:
         _check_group(self.group_size, num_stages)
         self.dw_builder = dw_builder
         self.meshes = Meshes(stage_index, get_mesh)
-        for given in (examples.input_args, examples.output_args, examples.input_grads, examples.output_grads):
-            self.meshes.add_from(flatten(given)[0])
+        for each in given:
+            if each is not None:
+                self.meshes.add_from(flatten(each)[0])
         self.pipe_info = pipe_info
         self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
         self.find_wrappers()
@@ -350,6 +353,21 @@ def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
     if not 0 <= stage_index < num_stages:
         raise InputError(
             f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"
+        )
+
+
+def _check_has_memory(module: nn.Module, index: int, device: torch.device) -> None:
+    """Raise on a stage on the meta device that is to run somewhere else."""
+    if device.type == "meta":
+        return
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    empty = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if empty:
+        raise PipeError(
+            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, 5)}. Give "
+            f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
+            f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
+            "hand: module.to_empty(device=device), then load_state_dict"
         )
 
 

@@ -6,8 +6,8 @@ Begin with materialize.py; load.py opens checkpoints and reads from them.
 from __future__ import annotations
 
 from .load import CheckpointLike
-from .materialize import InitFunction, Values, check_has_memory, materialize
+from .materialize import InitFunction, Values, materialize
 from .save import save_stage
 from .tensors import empty_weights
 
-__all__ = ["CheckpointLike", "InitFunction", "Values", "check_has_memory", "empty_weights", "materialize", "save_stage"]
+__all__ = ["CheckpointLike", "InitFunction", "Values", "empty_weights", "materialize", "save_stage"]

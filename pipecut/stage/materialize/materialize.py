@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError, PipeError
 from ...pipe_ir import TiedParameter, TracedModel, clone
-from ...text import listed, tensor_text
+from ...text import tensor_text
 from ...torch_internals import EXTRA_STATE, TorchDispatchMode, schema_of, storage_id
 from .checkpoint import Checkpoint
 from .load import (
@@ -33,7 +33,6 @@ from .tensors import StageTensor, has_values, named_tensors, stage_tensors
 InitFunction = Callable[[nn.Module], Any]
 
 _EXTRA = EXTRA_STATE
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -151,20 +150,6 @@ def _check_attributes(stage: nn.Module, index: int) -> None:
                     "parameter nor buffer, and cannot be given values: make it a buffer, or make the model under "
                     "pipecut.empty_weights()"
                 )
-
-
-def check_has_memory(module: nn.Module, index: int, device: torch.device) -> None:
-    """Raise on a stage on the meta device that is to run somewhere else."""
-    if device.type == "meta":
-        return
-    empty = [name for name, tensor in named_tensors(module) if tensor.device.type == "meta"]
-    if empty:
-        raise PipeError(
-            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, _SHOWN)}. Give "
-            f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
-            f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
-            "hand: module.to_empty(device=device), then load_state_dict"
-        )
 
 
 def _initialize(model: nn.Module, tensors: Sequence[StageTensor], init: InitFunction, device: torch.device) -> None:
