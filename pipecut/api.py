@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,11 @@ from torch import nn
 from .errors import SplitError
 from .pipe import Pipe, check_is_uncut_model
 from .pipe_ir import Dynamic, ModelTracer, TracedModel, TracerName, check_tracer_name, warn_of_fixed_dims
-from .planning import AutomaticCuts, Balancing, CostName
+from .planning import measured_cut
 from .split import (
+    AutomaticCuts,
+    Balancing,
+    CostName,
     SplitPlan,
     SplitPoint,
     SplitPolicy,
@@ -98,7 +102,10 @@ class RequestedCuts:
         balancing = balancing or Balancing()
         balancing.check(num_stages)
         self.split_spec, self.split_policy = split_spec, split_policy
-        self.automatic = None if num_stages is None else AutomaticCuts(num_stages, balancing, args, kwargs)
+        self.automatic: AutomaticCuts | None = None
+        if num_stages is not None:
+            measured = partial(measured_cut, args=args, kwargs=kwargs, stages=num_stages, speeds=balancing.speeds)
+            self.automatic = AutomaticCuts(num_stages, balancing, measured)
         self._warns = True
 
     def __call__(self, traced: TracedModel) -> SplitPlan:

@@ -1,13 +1,11 @@
-"""plan(): search the cut, schedule, size of microbatches and recomputation together; and automatic cuts.
+"""plan(): search the cut, schedule, size of microbatches and recomputation together; and cuts by measured times.
 
 search.py, the file to read first, makes candidates (candidate.py) of all choices (choices.py, microbatches.py) from the
 costs of stages (costs.py, memory.py), ranks them (ranking.py) and returns a TrainingPlan (training_plan.py). measure.py
-measures stages and links; measured_chain.py finds the cuts of pipeline(num_stages=...). group.py is for ranks that plan
+measures stages and links; measured_chain.py cuts by measured times. group.py is for ranks that plan
 together.
 """
 
-from .measured_chain import AutomaticCuts as AutomaticCuts
-from .measured_chain import Balancing as Balancing
-from .measured_chain import CostName as CostName
+from .measured_chain import measured_cut as measured_cut
 from .search import plan as plan
 from .training_plan import TrainingPlan as TrainingPlan

@@ -1,4 +1,4 @@
-"""Cuts that pipeline(num_stages=...) finds: a chain of blocks with analytic or measured times, balanced.
+"""Cuts by measured times: those of the blocks of a chain, then those of the stages of a cut.
 
 To measure a chain, each block runs as a stage of its own; equal blocks run once.
 """
@@ -7,33 +7,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..errors import InputError, SplitError
 from ..pipe import Pipe
-from ..pipe_ir import Ref, TracedModel, operator_name
-from ..split import (
-    BalancedCut,
-    Chain,
-    SplitPlan,
-    Times,
-    balanced_cut,
-    chain_of,
-    cut_trace,
-    operations_of,
-    same_cuts,
-    warn_of_dominant_block,
-)
-from ..text import Memory, parse_memory
+from ..pipe_ir import Ref, operator_name
+from ..split import BalancedCut, Chain, Times, cut_trace, operations_of
 from .measure import example_values, measure_stages
 
 # A block that is measured should be small beside a stage: what is inside it is divided by the analytic costs. One that
 # is too small is measured badly, and goes with the next one.
 _BLOCKS_PER_STAGE = 4
 _LEAST_SHARE = 0.1
+
+
+def measured_cut(
+    chain: Chain,
+    solve: Callable[[Chain], BalancedCut],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    stages: int,
+    speeds: Sequence[float] | None,
+) -> BalancedCut:
+    """Return the cut of a chain that `solve` finds by measured times."""
+    measured = measured_chain(chain, args, kwargs, stages=stages)
+    return refined_cut(measured, solve, args, kwargs, speeds=speeds)
 
 
 def measured_chain(
@@ -190,70 +191,3 @@ def _corrected(chain: Chain, ticks: Sequence[int], measured: Sequence[Times]) ->
         factor = stage.total / (sum(each.total for each in inside) or stage.total or 1.0)
         times += [each.scaled(factor, factor, factor) for each in inside]
     return chain.with_times(times)
-
-
-# ------------------------------------------------------------------------------------------- automatic cuts
-
-CostName = Literal["analytic", "measured"]
-
-
-@dataclass(frozen=True)
-class Balancing:
-    """Options for balancing stages."""
-
-    cost: CostName = "analytic"
-    speeds: Sequence[float] | None = None
-    memory_limit: Memory = None
-
-    def check(self, num_stages: int | None) -> None:
-        """Raise SplitError for options that contradict each other, before anything is traced."""
-        if self.cost not in ("analytic", "measured"):
-            raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
-        cost = None if self.cost == "analytic" else self.cost
-        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost}
-        named = [name for name, value in given.items() if value is not None]
-        if named and num_stages is None:
-            raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
-        if num_stages is not None:
-            self.limits(num_stages)
-
-    def limits(self, num_stages: int) -> list[float] | None:
-        """Return the bytes of each rank."""
-        return parse_memory(self.memory_limit, num_stages, "memory_limit")
-
-
-class AutomaticCuts:
-    """Finds the cuts of one model; in a second trace of it they are the same."""
-
-    def __init__(
-        self, num_stages: int, balancing: Balancing, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> None:
-        self.num_stages, self.balancing = num_stages, balancing
-        self._args, self._kwargs = args, kwargs
-        self._found: SplitPlan | None = None
-
-    def plan(self, traced: TracedModel) -> SplitPlan:
-        """Return the cuts of a trace."""
-        again = same_cuts(traced, self._found) if self._found is not None else None
-        if again is not None:
-            return again
-        found = self._balanced(traced)
-        warn_of_dominant_block(found)
-        self._found = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
-        return self._found
-
-    def _balanced(self, traced: TracedModel) -> BalancedCut:
-        chain = chain_of(traced)
-        if self.balancing.cost == "analytic":
-            return self._solve(chain)
-        measured = measured_chain(chain, self._args, self._kwargs, stages=self.num_stages)
-        return refined_cut(measured, self._solve, self._args, self._kwargs, speeds=self.balancing.speeds)
-
-    def _solve(self, chain: Chain) -> BalancedCut:
-        return balanced_cut(
-            chain,
-            self.num_stages,
-            speeds=self.balancing.speeds,
-            memory_limit=self.balancing.limits(self.num_stages),
-            in_flight=lambda stage: self.num_stages - stage,
-        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..schedule import Op, Plan
-from ..split import Array, ChunkedCuts, Ranks, least_memory_cuts
+from ..split import Array, CutCosts, Ranks, least_memory_cuts
 from .choices import in_flight
 from .costs import StageCosts, bounds_of
 
@@ -98,11 +98,11 @@ def faster_cut(
     memory: RankMemory, limits: Sequence[float], speeds: Sequence[float] | None, start: Sequence[int]
 ) -> list[int]:
     """Return a cut with shorter loads that fits, from one that fits."""
-    chunked = ChunkedCuts(memory.stages.blocks, Ranks.of(list(memory.plan.placement.rank_of), speeds))
+    costs = CutCosts(memory.stages.blocks, Ranks.of(list(memory.plan.placement.rank_of), speeds))
 
     def loads(cuts: Sequence[int]) -> _Quality:
         over = max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
-        return [max(1.0, over), *sorted(chunked.loads(list(cuts)), reverse=True)]
+        return [max(1.0, over), *sorted(costs.loads(list(cuts)), reverse=True)]
 
     return _hill_climb(start, memory.stages.blocks.count, loads)
 

@@ -1,13 +1,14 @@
 """Cutting: finds the cuts, balances stages, and turns a traced model into stages. Read `cut` first."""
 
+from .automatic import AutomaticCuts as AutomaticCuts
 from .automatic import BalancedCut as BalancedCut
+from .automatic import Balancing as Balancing
+from .automatic import CostName as CostName
 from .automatic import balanced_cut as balanced_cut
 from .automatic import dominant_block as dominant_block
-from .automatic import same_cuts as same_cuts
-from .automatic import warn_of_dominant_block as warn_of_dominant_block
 from .balance import Array as Array
 from .balance import Blocks as Blocks
-from .balance import ChunkedCuts as ChunkedCuts
+from .balance import CutCosts as CutCosts
 from .balance import Ranks as Ranks
 from .balance import evaluate_cuts as evaluate_cuts
 from .balance import least_memory_cuts as least_memory_cuts

@@ -1,15 +1,17 @@
-"""Cuts without marks: balanced stages, at places where little has to be sent."""
+"""Cuts of pipeline(num_stages=...), without marks: balanced stages, at places where little has to be sent."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
+from ..text import Memory, parse_memory
 from .balance import Balance, balance_stages
-from .chain import Chain, allowed_places
+from .chain import Chain, allowed_places, chain_of
 from .points import SplitPlan
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
@@ -103,13 +105,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.4g} ms"
 
 
-def warn_of_dominant_block(found: BalancedCut) -> None:
-    """Warn of a block that alone is longer than a stage should be."""
-    text = dominant_block(found)
-    if text is not None:
-        warn(text)
-
-
 def dominant_block(found: BalancedCut) -> str | None:
     """Describe the one block that is longer than a rank should take, if there is one: no cut helps there."""
     times, reached = [each.total for each in found.chain.times], found.balance
@@ -129,9 +124,75 @@ def dominant_block(found: BalancedCut) -> str | None:
     )
 
 
-def same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:
+def _same_cuts(traced: TracedModel, plan: SplitPlan) -> SplitPlan | None:
     """Return the same cuts in another trace of the model, if it can be cut there too."""
     places = {place.cut.label: place.cut for place in allowed_places(traced)}
     found = [places.get(cut.label) for cut in plan.cuts]
     cuts = tuple(cut for cut in found if cut is not None)
     return SplitPlan(cuts, plan.balance) if len(cuts) == len(found) else None
+
+
+CostName = Literal["analytic", "measured"]
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """Options for balancing stages."""
+
+    cost: CostName = "analytic"
+    speeds: Sequence[float] | None = None
+    memory_limit: Memory = None
+
+    def check(self, num_stages: int | None) -> None:
+        """Raise SplitError for options that contradict each other, before anything is traced."""
+        if self.cost not in ("analytic", "measured"):
+            raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
+        cost = None if self.cost == "analytic" else self.cost
+        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost}
+        named = [name for name, value in given.items() if value is not None]
+        if named and num_stages is None:
+            raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
+        if num_stages is not None:
+            self.limits(num_stages)
+
+    def limits(self, num_stages: int) -> list[float] | None:
+        """Return the bytes of each rank."""
+        return None if self.memory_limit is None else parse_memory(self.memory_limit, num_stages, "memory_limit")
+
+
+_Solve = Callable[[Chain], BalancedCut]
+
+
+class AutomaticCuts:
+    """Finds the cuts of one model; in a second trace of it they are the same.
+
+    `measured_cut` finds those with cost="measured", from the chain and the function that cuts it by given times.
+    """
+
+    def __init__(
+        self, num_stages: int, balancing: Balancing, measured_cut: Callable[[Chain, _Solve], BalancedCut]
+    ) -> None:
+        self.num_stages, self.balancing, self._measured_cut = num_stages, balancing, measured_cut
+        self._found: SplitPlan | None = None
+
+    def plan(self, traced: TracedModel) -> SplitPlan:
+        """Return the cuts of a trace."""
+        again = _same_cuts(traced, self._found) if self._found is not None else None
+        if again is not None:
+            return again
+        chain = chain_of(traced)
+        found = self._solve(chain) if self.balancing.cost == "analytic" else self._measured_cut(chain, self._solve)
+        text = dominant_block(found)
+        if text is not None:
+            warn(text)
+        self._found = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
+        return self._found
+
+    def _solve(self, chain: Chain) -> BalancedCut:
+        return balanced_cut(
+            chain,
+            self.num_stages,
+            speeds=self.balancing.speeds,
+            memory_limit=self.balancing.limits(self.num_stages),
+            in_flight=lambda stage: self.num_stages - stage,
+        )

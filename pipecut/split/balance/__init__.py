@@ -1,8 +1,8 @@
 """Balanced cuts of a chain of blocks, on plain numbers. Read `problem`, then `solve`."""
 
-from .chunked import ChunkedCuts as ChunkedCuts
 from .problem import Array as Array
 from .problem import Blocks as Blocks
+from .problem import CutCosts as CutCosts
 from .problem import Ranks as Ranks
 from .problem import Shared as Shared
 from .reach import least_memory_cuts as least_memory_cuts

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .problem import Array, Blocks, Memory, Positions, Ranks
+from .problem import Array, CutCosts
 
 _MOST_NODES = 50_000
 _MOST_ROUNDS = 200
@@ -19,61 +19,19 @@ _MOST_ROUNDS = 200
 _Quality = tuple[float, float]
 
 
-class ChunkedCuts:
+class ChunkedCuts(CutCosts):
     """Search for cuts of the least bottleneck over ranks."""
-
-    def __init__(self, blocks: Blocks, ranks: Ranks) -> None:
-        self.blocks, self.ranks = blocks, ranks
-        self._memory = [Memory(blocks, number) for number in ranks.in_flight]
-        self._nodes = 0
-
-    def loads(self, cuts: list[int]) -> list[float]:
-        """Return the time of each rank."""
-        loads = [0.0] * self.ranks.ranks
-        bounds = [0, *cuts, self.blocks.count]
-        for stage, rank in enumerate(self.ranks.rank_of):
-            loads[rank] += float(self._stage_time(stage, np.array(bounds[stage]), np.array(bounds[stage + 1])))
-        return loads
-
-    def memory(self, cuts: list[int]) -> list[float]:
-        """Return the memory of each rank."""
-        needed = [0.0] * self.ranks.ranks
-        bounds = [0, *cuts, self.blocks.count]
-        for stage, rank in enumerate(self.ranks.rank_of):
-            needed[rank] += self.stage_memory(stage, bounds[stage], bounds[stage + 1])
-        return needed
-
-    def stage_memory(self, stage: int, begin: int, end: int) -> float:
-        """Return the memory of one stage."""
-        return self._memory[stage].of(begin, end)
-
-    def share(self, cuts: list[int]) -> float:
-        """Return the greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
-        return max(need / limit for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True))
 
     def quality(self, cuts: list[int]) -> _Quality:
         """Return the share by which memory is exceeded, and the bottleneck: the less the better."""
         excess = self.share(cuts) - 1
         return (excess if excess > 1e-9 else 0.0, max(self.loads(cuts)))
 
-    def lower_bound(self) -> float:
-        """Return a time that no cut is below: all work divided at will, or the longest block on the fastest rank."""
-        return max(
-            float(self.blocks.work[-1]) / sum(self.ranks.speeds), max(self.blocks.times) / max(self.ranks.speeds)
-        )
-
     def find(self, starts: list[list[int]]) -> tuple[list[int], bool]:
         """Return the best cuts found, and whether it is certain that there are none better."""
         improved = [self.improved(start) for start in (self._by_shares(), *starts)]
         best = min(improved, key=self.quality)
         return self._searched(best)
-
-    def _stage_time(self, stage: int, begin: Positions, end: Positions) -> Array:
-        blocks, speed = self.blocks, self.ranks.speeds[self.ranks.rank_of[stage]]
-        time: Array = (blocks.work[end] - blocks.work[begin]) / speed
-        if stage and self.ranks.crosses_ranks(stage - 1):
-            time = time + blocks.crossing[begin]
-        return time + blocks.crossing[end] if self.ranks.crosses_ranks(stage) else time
 
     def _by_shares(self) -> list[int]:
         """Give each rank its part of the work by its speed, in equal stages."""
@@ -105,12 +63,12 @@ class ChunkedCuts:
         left, right = self.ranks.rank_of[place], self.ranks.rank_of[place + 1]
         options = np.arange(begin + 1, end)
         fixed = self._others(bounds, place)
-        before = self._stage_time(place, np.array(begin), options)
-        after = self._stage_time(place + 1, options, np.array(end))
+        before = self.stage_time(place, np.array(begin), options)
+        after = self.stage_time(place + 1, options, np.array(end))
         loads = {left: fixed[0][left] + before, right: fixed[0][right] + after}
         needs = {
-            left: fixed[1][left] + self._memory[place].from_begin(begin, options),
-            right: fixed[1][right] + self._memory[place + 1].to_end(options, end),
+            left: fixed[1][left] + self.memories[place].from_begin(begin, options),
+            right: fixed[1][right] + self.memories[place + 1].to_end(options, end),
         }
         if left == right:
             loads = {left: fixed[0][left] + before + after}
@@ -132,14 +90,13 @@ class ChunkedCuts:
         loads, needs = [0.0] * self.ranks.ranks, [0.0] * self.ranks.ranks
         for stage, rank in enumerate(self.ranks.rank_of):
             if stage not in (place, place + 1):
-                loads[rank] += float(self._stage_time(stage, np.array(bounds[stage]), np.array(bounds[stage + 1])))
+                loads[rank] += float(self.stage_time(stage, np.array(bounds[stage]), np.array(bounds[stage + 1])))
                 if self.ranks.limited:
                     needs[rank] += self.stage_memory(stage, bounds[stage], bounds[stage + 1])
         return loads, needs
 
     def _searched(self, best: list[int]) -> tuple[list[int], bool]:
         """Try all cuts in order, leaving out those that cannot become better; give up when the budget is spent."""
-        self._nodes = 0
         goal = self.lower_bound() * (1 + 1e-12)
         state = _Search(self, best, goal)
         finished = state.run()
@@ -170,7 +127,7 @@ class _Search:
             self.nodes += 1
             if self.nodes > _MOST_NODES:
                 return False
-            time = float(self.cuts._stage_time(stage, np.array(begin), np.array(end)))
+            time = float(self.cuts.stage_time(stage, np.array(begin), np.array(end)))
             work = (self.blocks.work[end] - self.blocks.work[begin]) / self.ranks.speeds[rank]
             need = needs[rank] + (self.cuts.stage_memory(stage, begin, end) if self.ranks.limited else 0.0)
             if need > self.ranks.memory[rank] * (1 + 1e-9) or (

@@ -1,4 +1,4 @@
-"""The balancing problem in plain numbers, checked: blocks, ranks and their memory."""
+"""The balancing problem in plain numbers, checked: blocks, ranks, their memory, and the costs of a cut."""
 
 from __future__ import annotations
 
@@ -285,3 +285,49 @@ class Memory:
 
     def _size(self, item: Shared) -> float:
         return item.kept + self.in_flight * item.saved
+
+
+class CutCosts:
+    """The time and the memory that cuts of the blocks cost the ranks."""
+
+    def __init__(self, blocks: Blocks, ranks: Ranks) -> None:
+        self.blocks, self.ranks = blocks, ranks
+        self.memories = [Memory(blocks, number) for number in ranks.in_flight]
+
+    def loads(self, cuts: list[int]) -> list[float]:
+        """Return the time of each rank."""
+        loads = [0.0] * self.ranks.ranks
+        bounds = [0, *cuts, self.blocks.count]
+        for stage, rank in enumerate(self.ranks.rank_of):
+            loads[rank] += float(self.stage_time(stage, np.array(bounds[stage]), np.array(bounds[stage + 1])))
+        return loads
+
+    def memory(self, cuts: list[int]) -> list[float]:
+        """Return the memory of each rank."""
+        needed = [0.0] * self.ranks.ranks
+        bounds = [0, *cuts, self.blocks.count]
+        for stage, rank in enumerate(self.ranks.rank_of):
+            needed[rank] += self.stage_memory(stage, bounds[stage], bounds[stage + 1])
+        return needed
+
+    def stage_memory(self, stage: int, begin: int, end: int) -> float:
+        """Return the memory of one stage."""
+        return self.memories[stage].of(begin, end)
+
+    def share(self, cuts: list[int]) -> float:
+        """Return the greatest part that a rank needs of the memory that it has; more than 1 if that is too little."""
+        return max(need / limit for need, limit in zip(self.memory(cuts), self.ranks.memory, strict=True))
+
+    def lower_bound(self) -> float:
+        """Return a time that no cut is below: all work divided at will, or the longest block on the fastest rank."""
+        return max(
+            float(self.blocks.work[-1]) / sum(self.ranks.speeds), max(self.blocks.times) / max(self.ranks.speeds)
+        )
+
+    def stage_time(self, stage: int, begin: Positions, end: Positions) -> Array:
+        """Return the time of one stage with its transfers, for some begins or ends."""
+        blocks, speed = self.blocks, self.ranks.speeds[self.ranks.rank_of[stage]]
+        time: Array = (blocks.work[end] - blocks.work[begin]) / speed
+        if stage and self.ranks.crosses_ranks(stage - 1):
+            time = time + blocks.crossing[begin]
+        return time + blocks.crossing[end] if self.ranks.crosses_ranks(stage) else time

@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import SplitError, TooLittleMemoryError
 from ...text import format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
-from .problem import Array, Blocks, Memory, Positions, Ranks, Shared, one_rank_per_stage
+from .problem import Array, Blocks, CutCosts, Memory, Positions, Ranks, Shared, one_rank_per_stage
 from .reach import LeastMemory, Reach, Reached, least_memory_cuts
 
 __all__ = ["Balance", "Blocks", "Ranks", "Shared", "TooLittleMemoryError", "balance_stages", "evaluate_cuts"]
@@ -113,12 +113,12 @@ def evaluate_cuts(
     (3.0, 5.0)
     """
     ranks = Ranks.of(stages, speeds, None, in_flight)
-    return _balance(blocks, ranks, cuts, ChunkedCuts(blocks, ranks).lower_bound())
+    return _balance(blocks, ranks, cuts, CutCosts(blocks, ranks).lower_bound())
 
 
 def _balance(blocks: Blocks, ranks: Ranks, cuts: Sequence[int], bound: float) -> Balance:
-    chunked = ChunkedCuts(blocks, ranks)
-    loads, needs = tuple(chunked.loads(list(cuts))), tuple(chunked.memory(list(cuts)))
+    costs = CutCosts(blocks, ranks)
+    loads, needs = tuple(costs.loads(list(cuts))), tuple(costs.memory(list(cuts)))
     return Balance(tuple(cuts), loads, max(loads), sum(loads) / len(loads), min(bound, max(loads)), needs)
 
 
