@@ -1,4 +1,4 @@
-"""Passes that add messages between ranks: transfers of values, and sums of tied gradients.
+"""Lowering of a plan, and the passes that every plan needs: messages between ranks, of values and of tied gradients.
 
 Transfers are put where no order of arrival can block them. The plan is walked in an order that its dependencies allow.
 When a computation is done, its sends and, on the other ranks, their receives are added at that same moment. So all
@@ -11,13 +11,44 @@ when its receive has begun.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import PlanError
+from ...text import did_you_mean
 from ..action import Action, Op, transfer
 from ..plan import Plan, collector_paused
 from ..rules import GIVES
 from ..walk import Walk
+from .reorder import receive_early, receive_late
+from .sharding import add_reduce_grad, add_unshard_reshard
+
+_RECEIVES: dict[str, Callable[[Plan], Plan]] = {
+    "as_sent": lambda plan: plan,
+    "early": receive_early,
+    "late": receive_late,
+}
+
+
+@collector_paused
+def lower(plan: Plan, *, max_held: int | None = None, receives: str = "as_sent") -> Plan:
+    """Make a plan executable: add messages between ranks, sums of tied gradients and, with `max_held`, sharding.
+
+    `max_held` is the number of stages that a rank may hold unsharded at a time (UNSHARD, RESHARD and REDUCE_GRAD are
+    added); an overlap holds all of its own while it runs.
+    `receives` says where a receive stands: "as_sent", at the turn of its send; "early", right after the message before
+    it; "late", right before its first use. A plan that has its transfers, its sharding or its reductions keeps them.
+    """
+    if receives not in _RECEIVES:
+        near = did_you_mean(str(receives), _RECEIVES)
+        raise PlanError(f"receives={receives!r} is not known.{near} Choose one of {', '.join(map(repr, _RECEIVES))}.")
+    if not plan.has_transfers:
+        plan = add_transfers(plan)
+    # After the transfers: a rank may shard its stages while others do not, and still meet them in the same order.
+    if max_held is not None:
+        plan = plan if {Op.UNSHARD, Op.RESHARD} & plan.ops else add_unshard_reshard(plan, max_held)
+        plan = plan if Op.REDUCE_GRAD in plan.ops else add_reduce_grad(plan)
+    return _RECEIVES[receives](add_reduce_ties(plan))
 
 
 @collector_paused
