@@ -9,11 +9,11 @@ from .copies import stand_in_for_meta as stand_in_for_meta
 from .inputs import active_autocast as active_autocast
 from .inputs import bind_inputs as bind_inputs
 from .inputs import read_example as read_example
-from .marker import is_mark as is_mark
-from .marker import pipe_split as pipe_split
 from .operators import Shape as Shape
+from .operators import is_mark as is_mark
 from .operators import operator_name as operator_name
 from .operators import operator_of as operator_of
+from .operators import pipe_split as pipe_split
 from .sizes.dynamic import Dynamic as Dynamic
 from .sizes.faults import warn_of_fixed_dims as warn_of_fixed_dims
 from .sizes.symbols import sizes_of as sizes_of

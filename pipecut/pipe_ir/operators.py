@@ -4,7 +4,7 @@ A trace holds operators above autograd (linear, softmax, scaled_dot_product_atte
 asks for a cost, for what autograd keeps or for side effects asks here; an operator without a record is taken to be as
 the defaults of `Operator` say. To teach pipecut about an operator, add a record to the table, or complete the one that
 is there. The algorithms that read the records are where they are used: at the end of this file, in `sizes`,
-and in `split` cost, recompute, state and chain.
+and in `split` cost, recompute, state and chain. `pipe_split`, the one operator that pipecut adds, comes last.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.fx import has_side_effect
 
 from ..torch_internals import (
     ENTER_AUTOCAST,
@@ -323,3 +326,44 @@ class Modes:
         else:
             return operator_of(target).is_check
         return True
+
+
+# The operator of pipecut itself: a mark in a model's forward that survives tracing.
+
+torch.library.define("pipecut::pipe_split", "() -> ()")
+
+
+@torch.library.impl("pipecut::pipe_split", "CompositeExplicitAutograd")
+def _run_mark() -> None:
+    """Do nothing: an uncut model runs through its marks."""
+
+
+MARK: Callable[..., object] = torch.ops.pipecut.pipe_split.default
+# Without outputs, a mark would be removed as dead code by any pass that cleans a graph.
+has_side_effect(MARK)
+
+
+def pipe_split() -> None:
+    """Mark a cut: what runs after this line belongs to the next stage.
+
+    The mark does nothing when the model runs uncut, in eager mode and under `torch.compile`.
+
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    ...     def forward(self, x):
+    ...         x = self.a(x)
+    ...         pipe_split()
+    ...         return self.b(x)
+    >>> Net()(torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return
+    MARK()
+
+
+def is_mark(target: object) -> bool:
+    """Return True if a graph node's target is a mark, given as the operator or as the function."""
+    return target in (MARK, pipe_split, torch.ops.pipecut.pipe_split)

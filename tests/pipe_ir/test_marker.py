@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipecut import pipe_split, pipeline
 from pipecut.errors import PipeWarning
-from pipecut.pipe_ir.marker import MARK, is_mark
+from pipecut.pipe_ir.operators import MARK, is_mark
 from tests.support.equality import assert_equals_uncut
 
 

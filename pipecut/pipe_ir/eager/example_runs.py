@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from ..copies import clone
 from ..inputs import Example
 from ..sizes.dynamic import Place
 from ..tracing.records import attributes_of, changed_attributes
+from ..tracing.run import kept_random_numbers
 from .observe import Observations, ObservedRun, Watcher
 
 
@@ -98,33 +97,6 @@ def _with_own_tensors(model: nn.Module) -> nn.Module:
             for name, value in list(names.items()):
                 names[name] = own(value)
     return model
-
-
-@contextlib.contextmanager
-def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore random generators after a block: torch's (CPU and devices of these tensors), Python's and numpy's.
-
-    >>> before = torch.get_rng_state()
-    >>> with kept_random_numbers([]):
-    ...     _ = torch.rand(3)
-    >>> torch.equal(torch.get_rng_state(), before)
-    True
-    """
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in {device.type for device in devices}:
-            indices = [device.index for device in devices if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
 
 
 @dataclass(frozen=True)

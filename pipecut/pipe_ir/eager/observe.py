@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...torch_internals import STATE_DICTS, buffers_of, parameters_of, storage_id, version_of
 from ..copies import quiet_subclass
-from ..marker import is_mark
+from ..operators import is_mark
 from ..sizes.dynamic import Place
 from ..structure import Atom, flatten
 from ..traced import Template

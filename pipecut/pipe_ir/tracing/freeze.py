@@ -13,8 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ...torch_internals import storage_id
 from ..inputs import Example, active_autocast
-from ..marker import is_mark
-from ..operators import Modes, operator_of, returned_argument, written_arguments
+from ..operators import Modes, is_mark, operator_of, returned_argument, written_arguments
 from ..sizes.equal import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -257,3 +260,30 @@ def _explain(model: nn.Module, error: Exception) -> str:
         "  what to try: check that the model runs with these inputs; replace branches on the values of tensors "
         "(`if x.sum() > 0`, `.item()`) by torch.where or torch.cond; turn off features that keep Python state"
     )
+
+
+@contextlib.contextmanager
+def kept_random_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore random generators after a block: torch's (CPU and devices of these tensors), Python's and numpy's.
+
+    >>> before = torch.get_rng_state()
+    >>> with kept_random_numbers([]):
+    ...     _ = torch.rand(3)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind in {device.type for device in devices}:
+            indices = [device.index for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import InputError, SplitError, TraceError, warn
 from ..copies import clone
-from ..eager.example_runs import kept_random_numbers, run_on_example
+from ..eager.example_runs import run_on_example
 from ..eager.modules import EagerModules, HiddenTieError
 from ..eager.observe import Observations
 from ..inputs import read_example
@@ -20,7 +20,7 @@ from ..sizes.dynamic import Dynamic
 from ..traced import Fallback, TracedModel
 from .recorder import Recorder
 from .records import place_of, reason_of, why_and_where
-from .run import has_forward_hooks, is_without_memory, silence_hooks, trace
+from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace
 
 _REMEDIES = {
     False: (
