@@ -96,7 +96,7 @@ def merged(state: StepState, losses: Losses, *, scaled: bool) -> Any:
         return torch.cat(results)
     rows = _known_rows(state, numbers)
     output = merge_chunks(
-        results, state.merge_spec, state.samples, weights=state.loss_weights, rows=rows, in_order=state.in_order
+        results, state.merge_spec, state.samples, weights=losses.weights, rows=rows, in_order=state.in_order
     )
     if scaled or state.loss_place is None or state.merge_spec is not None:
         return output

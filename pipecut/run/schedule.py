@@ -339,7 +339,7 @@ class PipelineSchedule:
         if last is None:
             self._losses = Losses()
             return None
-        self._losses = Losses(last.losses, last.loss_weights)
+        self._losses = Losses(last.losses, last.weights or last.samples)
         if given.losses is not None:
             given.losses[:] = self._losses.in_order()
         try:

@@ -60,11 +60,6 @@ class StepState:
     stage_inputs: list[Any] | None = None  # of the forward that is running
     in_loss_fn: bool = False
 
-    @property
-    def loss_weights(self) -> Sequence[float]:
-        """The weight of each microbatch in the loss of the batch; known on the rank of the last stage."""
-        return self.samples if self.weights is None else self.weights
-
     def report_no_loss(self) -> None:
         """Note that the output of the model has no loss: the step does not train, unless that is decided already."""
         if self.training_undecided:
