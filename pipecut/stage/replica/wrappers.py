@@ -67,8 +67,8 @@ def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.Proces
 def _refuse_unsupported(module: nn.Module) -> None:
     for known, instead in _UNSUPPORTED:
         kind = _imported(known)
-        for path, part in module.named_modules() if kind is not None else ():
-            if isinstance(part, kind):
+        for path, part in module.named_modules():
+            if kind is not None and isinstance(part, kind):
                 where = f"'{path}' of a stage" if path else "a stage"
                 raise InputError(
                     f"{where} is under {known.called}, which a pipeline cannot steer: use {instead} instead"
