@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Names, lists and counts
+# Names, lists and counts.
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -75,7 +75,7 @@ def numbered(noun: str, numbers: Sequence[object], joint: str = ", ") -> str:
     return f"{plural(noun, len(numbers))} {joint.join(map(str, numbers))}"
 
 
-# Tensors
+# Tensors.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,7 +107,7 @@ def tensor_text(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{shape_text(tensor.shape)}"
 
 
-# Sizes of memory
+# Sizes of memory.
 
 Memory = float | str | Sequence[float | str] | None
 

@@ -147,13 +147,15 @@ def names_of_door(door: Source) -> set[str]:
 
 
 def unused_names_of_doors(sources: dict[str, Source]) -> Iterator[Fault]:
-    """Names of a door that no other room uses; those of `__all__` are for users, of schedules and of compat."""
+    """Names of a door that no other room uses, nor README tells users of; `__all__` of schedules is for users too."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     used = {name for source in sources.values() for _, name, _ in own_imports(source) if not is_in_room(source, name)}
     for room in (*MAY_IMPORT, *ON_TOP):
         door = sources.get(room)
         if door is None or not door.is_door or room in ("", "compat"):
             continue
         public = re.findall(r'"(\w+)"', door.text.partition("__all__ = [")[2]) if room == "schedule" else []
+        public += re.findall(rf"pipecut\.{room}\.(\w+)", readme)
         for entry in door.imports:
             is_own = entry.name.startswith(f"{door.full_name}.")
             if is_own and entry.local not in public and f"{room}.{entry.local}" not in used:
@@ -288,6 +290,15 @@ def first_lines(sources: dict[str, Source]) -> Iterator[Fault]:
             yield Fault(source.file, 1, f"opens with {first!r}", rule)
 
 
+def files_that_doors_name(sources: dict[str, Source]) -> Iterator[Fault]:
+    """Files that the docstring of an `__init__` names, and that are not there."""
+    for source in sources.values():
+        for line, owner, text in source.docstrings() if source.is_door else ():
+            for name in re.findall(r"([\w/]+)\.py\b", text) if owner == "the file" else ():
+                if ".".join(filter(None, [source.module, *name.split("/")])) not in sources:
+                    yield Fault(source.file, line, f"names {name}.py", "a door names files that are there")
+
+
 def headless_docstrings(sources: dict[str, Source]) -> Iterator[Fault]:
     """Docstrings that begin with a question word instead of a verb or a noun."""
     for source in sources.values():
@@ -320,6 +331,7 @@ RULES: list[Rule] = [
     upstream_inside,
     private_torch,
     first_lines,
+    files_that_doors_name,
     headless_docstrings,
     sizes,
 ]
@@ -499,6 +511,15 @@ def test_a_docstring_does_not_begin_with_a_question_word(tmp_path: Path) -> None
     code = 'def f():\n    """Whether it rains."""\nclass A:\n    """Weather, whatever it is."""\n'
     (fault,) = faults_of(tmp_path, {"api.py": code}, [headless_docstrings])
     assert "pipecut/api.py:2: f: 'Whether it rains'" in fault
+
+
+def test_a_door_names_files_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.py", "b/c.py"):
+        (tmp_path / "pipecut" / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pipecut" / "run" / name).write_text('"""It says d.py."""', encoding="utf-8")
+    (tmp_path / "pipecut" / "run" / "__init__.py").write_text('"""Read a.py, b/c.py, then c.py."""', encoding="utf-8")
+    (fault,) = find_faults(tmp_path / "pipecut", [files_that_doors_name])
+    assert str(fault) == "pipecut/run/__init__.py:1: names c.py: a door names files that are there"
 
 
 def test_registered_functions_need_no_other_user(tmp_path: Path) -> None:

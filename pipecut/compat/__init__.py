@@ -1,7 +1,7 @@
 """The module layout and names of torch.distributed.pipelining (upstream) over pipecut's own objects.
 
-`stage_calls.py` and `orders.py` add upstream's attributes to pipecut's stages and schedules; `steps.py` is the observer
-of a running step; `actions.py` has upstream's actions and passes, `unsupported.py` the names without a meaning here.
+stage_calls.py and orders.py add upstream's attributes to pipecut's stages and schedules; steps.py is the observer
+of a running step; actions.py has upstream's actions and passes, unsupported.py the names without a meaning here.
 
 >>> import pipecut
 >>> from pipecut.compat.schedules import get_schedule_class

@@ -133,7 +133,7 @@ def order_from_upstream(order: Mapping[int, Iterable[UpstreamAction | None]]) ->
     return {rank: row_from_upstream(row) for rank, row in order.items()}
 
 
-# ---------------------------------------------------------------------- passes
+# Passes.
 
 RankOf = Callable[[int], int]
 Order = Mapping[int, Iterable["UpstreamAction | None"]]

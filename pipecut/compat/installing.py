@@ -103,7 +103,7 @@ def _remove_finder() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "InstallPipecutWhenImported"]
 
 
-# ---------------------------------------------------------------------- a script, run as `python script.py` runs it
+# A script, run as `python script.py` runs it.
 
 
 def run_script(script: str) -> None:

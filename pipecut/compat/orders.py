@@ -181,7 +181,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
                 "scale_grads=False"
             )
 
-    # ------------------------------------------------------------------ the order of actions
+    # The order of actions.
 
     @property
     def pipeline_order(self) -> UpstreamOrder:
@@ -298,7 +298,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
             order_from_upstream(_computations(self._order)), name=type(self).__name__, microbatches=self.n_microbatches
         )
 
-    # ------------------------------------------------------------------ the rest
+    # Other methods.
 
     _stages = FixedAttribute(lambda made: made.stages, _MADE_WITH.format("those stages"))
     _stage = FixedAttribute(lambda made: made.stages[0], _MADE_WITH.format("that stage"))

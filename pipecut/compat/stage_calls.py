@@ -48,7 +48,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         self._local_gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._given_back: dict[int, tuple[Tensor | None, ...]] = {}
 
-    # ------------------------------------------------------------------ what the executor calls
+    # Methods that the executor calls.
 
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch; with `_runtime_validate` its inputs and outputs are as declared."""
@@ -80,7 +80,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         super().clear()
         self.output_chunks = []
 
-    # ------------------------------------------------------------------ attributes
+    # Attributes.
 
     @property
     def _has_backward(self) -> bool:
@@ -127,7 +127,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         """The pending weight gradients of microbatches whose backward was for the inputs only."""
         return {number: flight.pending for number, flight in self.flights.items() if flight.pending is not None}
 
-    # ------------------------------------------------------------------ one microbatch at a time
+    # One microbatch at a time.
 
     def forward_one_chunk(
         self,
@@ -232,7 +232,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 "a hook on a tensor to change its gradient"
             )
 
-    # ------------------------------------------------------------------ what is passed in a step
+    # Arguments of a step.
 
     def refuse_another_output(self, microbatch: int, output: Any) -> None:
         """Raise if, in a step, a loss is asked of another output than the forward returned."""

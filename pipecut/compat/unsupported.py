@@ -139,7 +139,7 @@ def _is_overridden(cls: type, name: str) -> bool:
     return not own or not getattr(vars(own[0])[name], "__isabstractmethod__", False)
 
 
-# ---------------------------------------------------------------------- methods that the executor never calls
+# Methods that the executor never calls.
 
 _FORWARD = "put what it does into the forward of the stage's module, or into a hook of that module"
 _BACKWARD = "put what it does into hooks of the module or its tensors, or register a custom function for backwards"
@@ -203,7 +203,7 @@ ORDER_NOT_CALLED: dict[str, str] = {
     "_validate_and_set_stage_mapping": _ORDER,
 }
 
-# ---------------------------------------------------------------------- attributes that are replaced
+# Attributes that are replaced.
 
 STAGE_REPLACED = {
     **STAGE_NOT_CALLED,

@@ -1,4 +1,4 @@
-"""The Pipe that users get: a cut model. Read `pipe` first; `report` prints and explains one."""
+"""The Pipe that users get: a cut model. Read pipe.py first; report.py prints and explains one."""
 
 from .pipe import Pipe as Pipe
 from .pipe import check_is_uncut_model as check_is_uncut_model

@@ -149,7 +149,7 @@ def _follows(before: str, path: str) -> bool:
     return parts[0][1] == parts[1][1] and int(parts[0][2]) + 1 == int(parts[1][2])
 
 
-# pipe.explain(): in plain words, what was traced, what is fixed by that, and what goes where
+# pipe.explain(): in plain words, what was traced, what is fixed by that, and what goes where.
 
 
 _PROSE_WIDTH = 120

@@ -101,7 +101,7 @@ def operator_of(target: Any) -> Operator:
     return OPERATORS.get(target if isinstance(target, str) else operator_name(target), _OTHER)
 
 
-# Formulas of FLOPs
+# Formulas of FLOPs.
 
 
 def _contraction(args: Sequence[Any], out: Shape) -> Dim:
@@ -157,7 +157,7 @@ def _eager_call(args: Sequence[Any], out: Shape) -> Dim:
     return 2 * rows * sum(math.prod(weight) for weight in args[1] if len(weight) > 1)
 
 
-# The table: every operator once
+# The table: every operator once.
 
 _OTHER = Operator()
 OPERATORS: dict[str, Operator] = {}

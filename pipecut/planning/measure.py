@@ -83,7 +83,7 @@ def _mark_gradients(pipe: Pipe, indices: Sequence[int], values: dict[int, Any]) 
             values[index] = values[index].detach().requires_grad_()
 
 
-# ------------------------------------------------------------------------------- times of the stages of a pipe
+# Times of the stages of a pipe.
 
 _PASSES = 3
 _MIN_RUNS, _MAX_RUNS = 3, 20
@@ -173,7 +173,7 @@ def _wait_for_device() -> None:
         torch.accelerator.synchronize()
 
 
-# ------------------------------------------------------------- times of stages with several microbatches in flight
+# Times of stages with several microbatches in flight.
 
 _BENCHMARK_SECONDS = 0.6  # for all stages of a rank
 _MIN_BENCHMARK_RUNS = 5
@@ -249,7 +249,7 @@ def _measure(module: nn.Module, inputs: Sequence[Any], at_once: int, seconds: fl
     return StageTimes(times, statistics.fmean(run[1] for run in full))
 
 
-# ---------------------------------------------------------------------------- the link between ranks
+# The link between ranks.
 
 _SMALL, _LARGE = 8, 2**20  # bytes
 _ROUND_TRIPS = 12

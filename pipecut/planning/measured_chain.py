@@ -147,7 +147,7 @@ def _shares(values: Sequence[float]) -> list[float]:
     return [value / total for value in values] if total else [1 / len(values)] * len(values)
 
 
-# ------------------------------------------------------------------------------------------- refined cuts
+# Refined cuts.
 
 _ROUNDS = 4
 _CLOSE = 1.03  # a longest stage this near to the mean is not worth another round

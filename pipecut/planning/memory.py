@@ -69,7 +69,7 @@ def _moments(plan: Plan, rank: int) -> Array:
     return moments if moments[:, len(held) :].any() else moments[:, : len(held)]
 
 
-# ---------------------------------------------------------------------------------- cuts by the memory of ranks
+# Cuts by the memory of ranks.
 #
 # The balance knows costs that add up over blocks. Gradients that an operation's backward makes, recomputed activations
 # and deferred weight gradients depend on the whole stage. So from the cuts of the balance, one cut or some neighbours

@@ -165,7 +165,7 @@ def _is_v(placement: Placement) -> bool:
     return placement.stages == 2 * ranks and placement.rank_of[ranks] == ranks - 1 and ranks > 1
 
 
-# ------------------------------------------------------------------------------ measured times of the best candidates
+# Measured times of the best candidates.
 
 
 def measure_best(

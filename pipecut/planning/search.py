@@ -177,7 +177,7 @@ def _check_measurable(ranks: int, group: dist.ProcessGroup | None) -> None:
         )
 
 
-# ------------------------------------------------------------------ facts that ranks that plan together must agree on
+# Facts that ranks that plan together must agree on.
 
 
 def _facts_of(request: Mapping[str, object], traced: TracedModel, source: Source) -> dict[str, str]:

@@ -31,3 +31,5 @@ from .schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
 from .schedules import get_schedule_class as get_schedule_class
 from .schedules import refuse_compiled as refuse_compiled
 from .state import StepState as StepState
+from .transport import Transport as Transport
+from .transport import TransportFactory as TransportFactory

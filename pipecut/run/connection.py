@@ -18,96 +18,7 @@ from .failure import BEGIN, Alarm, describe
 from .handshake import Exchange, Handshake
 from .transport import DistributedTransport, InProcessTransport, PostOffice, Transport, TransportFactory
 
-# ----------------------------------------------------------------------------- numbers that one rank shares with all
-
-
 EVAL, STEP, MEAN_LOSS = range(3)
-_CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
-_SIZE = 256  # numbers that a call shares, or a multiple of it
-
-
-def _share(
-    transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
-) -> list[int]:
-    """Share numbers in a message that has one size for all calls, so that calls that differ are noticed."""
-    size = _SIZE * ((3 + count + _SIZE - 1) // _SIZE)
-    if numbers is not None:
-        numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
-    shared = [transport.share(source, numbers, size) for transport in transports][-1]
-    if shared[:2] != [kind, schedule]:
-        raise PipeError(
-            f"rank {source} called {_CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
-            f"{_CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
-        )
-    return shared[3 : 3 + shared[2]]
-
-
-# ------------------------------------------------------------------------------------------------- checks of stages
-
-
-def as_list(stages: Any) -> list[PipelineStage]:
-    """Return one stage, or several, as a list."""
-    return list(stages) if isinstance(stages, Iterable) else [stages]
-
-
-def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
-    """Return the stages of a schedule, checked to be a list of stages of one pipeline."""
-    if not isinstance(stages, Sequence):
-        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
-    if not stages:
-        raise InputError("a schedule needs the stages of this rank; got none")
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
-    totals = {stage.num_stages for stage in stages}
-    if len(totals) > 1:
-        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
-    return stages
-
-
-def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
-    """Raise on stages that are not those of the plan."""
-    traced = stages[0].pipe_info is not None
-    for stage in stages:
-        if stage.num_stages != plan.stages:
-            raise InputError(
-                f"stage {stage.stage_index} is one of {stage.num_stages} stages, and the plan '{plan.name}' "
-                f"has {plan.stages}"
-            )
-        if (stage.pipe_info is not None) != traced:
-            raise InputError("some stages are traced and others cut by hand: make all of them in one way")
-    if _splits_backward(plan):
-        _warn_of_compiled(plan, stages)
-    indices = sorted(stage.stage_index for stage in stages)
-    twice = [index for index in indices if indices.count(index) > 1]
-    if twice:
-        raise InputError(f"stage {twice[0]} is there twice")
-    if not in_process and not distributed:
-        missing = sorted(set(range(plan.stages)) - set(indices))
-        raise InputError(
-            f"stages {missing} are missing, and there is no rank that could hold them: without torch.distributed, or "
-            "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
-            "before, with world_size= their number"
-        )
-
-
-def _splits_backward(plan: Plan) -> bool:
-    leaves = (leaf for row in plan.actions for action in row if action is not None for leaf in action.leaves)
-    return any(leaf.op is Op.BACKWARD_INPUT for leaf in leaves)
-
-
-def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
-    """Warn that the schedule cannot do what it is for; the gradients are right."""
-    compiled = [stage.stage_index for stage in stages if any(map(is_compiled, stage.submod.modules()))]
-    if compiled:
-        which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"
-        warnings.warn(
-            f"{which} modules compiled by torch.compile. The backward of each is one piece: its weight gradients are "
-            f"computed along with those of its inputs, and are not left for the idle time that {plan.name} fills with "
-            "them. A schedule with full backwards, such as 1F1B or Interleaved1F1B, does the same with less memory",
-            PipeWarning,
-            stacklevel=2,
-        )
 
 
 class Connection:
@@ -185,3 +96,93 @@ def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport
             f"needs one for rank {rank} of {ranks}: let transport= be a function of (rank, ranks) that makes it"
         )
     return transport
+
+
+# Numbers that one rank shares with all.
+
+_CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
+_SIZE = 256  # numbers that a call shares, or a multiple of it
+
+
+def _share(
+    transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
+) -> list[int]:
+    """Share numbers in a message that has one size for all calls, so that calls that differ are noticed."""
+    size = _SIZE * ((3 + count + _SIZE - 1) // _SIZE)
+    if numbers is not None:
+        numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
+    shared = [transport.share(source, numbers, size) for transport in transports][-1]
+    if shared[:2] != [kind, schedule]:
+        raise PipeError(
+            f"rank {source} called {_CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
+            f"{_CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
+        )
+    return shared[3 : 3 + shared[2]]
+
+
+# Checks of stages.
+
+
+def as_list(stages: Any) -> list[PipelineStage]:
+    """Return one stage, or several, as a list."""
+    return list(stages) if isinstance(stages, Iterable) else [stages]
+
+
+def checked(stages: Sequence[PipelineStage]) -> Sequence[PipelineStage]:
+    """Return the stages of a schedule, checked to be a list of stages of one pipeline."""
+    if not isinstance(stages, Sequence):
+        raise InputError(f"stages is a list of the stages of this rank, got {type(stages).__name__}: give [stage]")
+    if not stages:
+        raise InputError("a schedule needs the stages of this rank; got none")
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise InputError(f"a schedule takes PipelineStages, got {type(stage).__name__}: see pipe.build_stage()")
+    totals = {stage.num_stages for stage in stages}
+    if len(totals) > 1:
+        raise InputError(f"the stages are of pipelines with different numbers of stages: {sorted(totals)}")
+    return stages
+
+
+def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bool, distributed: bool) -> None:
+    """Raise on stages that are not those of the plan."""
+    traced = stages[0].pipe_info is not None
+    for stage in stages:
+        if stage.num_stages != plan.stages:
+            raise InputError(
+                f"stage {stage.stage_index} is one of {stage.num_stages} stages, and the plan '{plan.name}' "
+                f"has {plan.stages}"
+            )
+        if (stage.pipe_info is not None) != traced:
+            raise InputError("some stages are traced and others cut by hand: make all of them in one way")
+    if _splits_backward(plan):
+        _warn_of_compiled(plan, stages)
+    indices = sorted(stage.stage_index for stage in stages)
+    twice = [index for index in indices if indices.count(index) > 1]
+    if twice:
+        raise InputError(f"stage {twice[0]} is there twice")
+    if not in_process and not distributed:
+        missing = sorted(set(range(plan.stages)) - set(indices))
+        raise InputError(
+            f"stages {missing} are missing, and there is no rank that could hold them: without torch.distributed, or "
+            "on one rank, a schedule takes all stages. On many ranks, call torch.distributed.init_process_group() "
+            "before, with world_size= their number"
+        )
+
+
+def _splits_backward(plan: Plan) -> bool:
+    leaves = (leaf for row in plan.actions for action in row if action is not None for leaf in action.leaves)
+    return any(leaf.op is Op.BACKWARD_INPUT for leaf in leaves)
+
+
+def _warn_of_compiled(plan: Plan, stages: Sequence[PipelineStage]) -> None:
+    """Warn that the schedule cannot do what it is for; the gradients are right."""
+    compiled = [stage.stage_index for stage in stages if any(map(is_compiled, stage.submod.modules()))]
+    if compiled:
+        which = f"stage {compiled[0]} has" if len(compiled) == 1 else f"stages {compiled} have"
+        warnings.warn(
+            f"{which} modules compiled by torch.compile. The backward of each is one piece: its weight gradients are "
+            f"computed along with those of its inputs, and are not left for the idle time that {plan.name} fills with "
+            "them. A schedule with full backwards, such as 1F1B or Interleaved1F1B, does the same with less memory",
+            PipeWarning,
+            stacklevel=2,
+        )

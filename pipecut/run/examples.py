@@ -12,7 +12,7 @@ from ..errors import InputError, StageMetadataError
 from ..pipe_ir import flatten
 from ..stage import PipelineStage, open_value, placement_of
 from ..text import did_you_mean, listed
-from .transport.base import Meta
+from .transport import Meta
 
 _Dims = Iterator[int | None]  # along which the leaves of a call were cut, None for what was not
 
@@ -81,7 +81,7 @@ def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing
 
 
-# ------------------------------------------------------------------------------------------------ keyword arguments
+# Keyword arguments.
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -20,7 +20,7 @@ from .parcels import Parcels
 from .random_numbers import RandomNumbers
 from .state import StepState
 from .ties import TiedGradients
-from .transport.base import Transport
+from .transport import Transport
 
 Handler = Callable[[Action, StepState], None]
 
@@ -129,7 +129,7 @@ class Executor:
             self.observer.end(self)
         self._state = None
 
-    # ---------------------------------------------------------------------------------------------------- computations
+    # Computations.
 
     def _forward(self, action: Action, state: StepState) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch

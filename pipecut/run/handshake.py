@@ -129,7 +129,7 @@ def _bits(tensor: Tensor) -> str:
     return f"{total:x}"
 
 
-# ---------------------------------------------------------------------------------------------- before the first step
+# Before the first step.
 
 _SEED = "seed the model, or load a checkpoint, alike on all ranks"
 _SOME_RANKS = "some ranks: "  # begins the name of a fact that not all ranks have

@@ -18,7 +18,7 @@ from .examples import check_given, refuse_unknown
 from .loss import Objective, Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
 from .state import StepState
 from .targets import cut_target
-from .transport.base import Meta
+from .transport import Meta
 
 _Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
 _STEPS_WITH_A_LOOK = 8  # at the labels, for which an accelerator waits
@@ -189,7 +189,7 @@ class _Shared:
     seed: int  # of the random numbers
 
 
-# ------------------------------------------------------------------------------------------ the calls of a microbatch
+# The calls of a microbatch.
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _misfit(error: InputError, sizes: Sequence[int], dims: Sequence[int | None],
     )
 
 
-# ------------------------------------------------------------------------------------------------- calls seen before
+# Calls seen before.
 
 _HASHED_BY_VALUE = (bool, int, float, str, type(None))
 

@@ -145,7 +145,7 @@ def _places(function: Callable[..., Any], loss_kwargs: Mapping[str, Any]) -> tup
     return needed, len(places)
 
 
-# --------------------------------------------------------------------------------------- the weights of microbatches
+# The weights of microbatches.
 
 
 LossWeight = Callable[[Any], Any]
@@ -276,7 +276,7 @@ def from_integer(bits: int) -> float:
     return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
-# ------------------------------------------------------------------------------------------------ the losses of a step
+# The losses of a step.
 
 
 NUMBERS = 2  # how many integers tell the mean: the count of losses, and the bits of their mean

@@ -13,7 +13,7 @@ from ..stage import Flight, MeshLayout, PipelineStage, local_part, placement_of,
 from .parcels import Contents, Ends, Kind, Parcels, WholeTensors, joints_of
 from .random_numbers import RandomNumbers
 from .state import Key, StepState
-from .transport.base import Arrival, Meta, Ready, Transport
+from .transport import Arrival, Meta, Ready, Transport
 
 
 def sendable(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Mail:
         made = self._contents[kind] = Contents.of(metas)
         return made
 
-    # ------------------------------------------------------------------------------------------------------ activations
+    # Activations.
 
     def hand_over(self, source: int, target: int, microbatch: int, flight: Flight, state: StepState) -> None:
         """Pack what goes to another stage: kept for its send, or given to a stage of this rank."""
@@ -140,7 +140,7 @@ class Mail:
         roots = state.roots[microbatch]
         return [roots[item.root].detach().contiguous() for item in ports.incoming[0] if item.root is not None]
 
-    # -------------------------------------------------------------------------------------------------------- gradients
+    # Gradients.
 
     def give_back(self, stage: int, source: int, microbatch: int, parcel: list[Tensor], state: StepState) -> None:
         """Pack gradients for the stage that made the values: kept for their send, or given to a stage of this rank."""
@@ -159,7 +159,7 @@ class Mail:
             is_plain = self.contents((source, action.stage), microbatch, state).is_plain
             self.transport.send(self.rank_of[source], parcel if is_plain else [local_part(grad) for grad in parcel])
 
-    # --------------------------------------------------------------------------------------------------------- receives
+    # Receives.
 
     def post(self, action: Action, state: StepState) -> None:
         """Post a receive, unless it is posted already."""

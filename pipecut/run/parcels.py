@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import PipeError
 from ..pipe_ir import PipeInfo, TensorSpec, active_autocast
 from ..stage import Item, MeshLayout, PipelineStage, placement_of
-from .transport.base import Arrival, Meta, Transport
+from .transport import Arrival, Meta, Transport
 
 Ends = tuple[int, int]  # source stage, target stage
 _LENGTH = 256  # numbers of the first message, which has all of most descriptions; a second one has the rest

@@ -15,7 +15,7 @@ from ..schedule import Dataflow
 from ..stage import Generators, PipelineStage, RandomStream, derive_seed
 from ..text import did_you_mean
 from .state import StepState
-from .transport.base import Meta
+from .transport import Meta
 
 
 class RandomNumbers:

@@ -22,7 +22,7 @@ from .executor import Executor, Handler, finish_together
 from .failure import BEGIN, END, Alarm, Failure, describe, step_error
 from .loss import WAYS, Objective
 from .state import StepState
-from .transport.base import Meta
+from .transport import Meta
 
 # Receives posted before their turn, as long as they are small. Each wakes a thread of the sender; many wake it once.
 _AHEAD = 32
@@ -233,7 +233,7 @@ class LocalRunner:
         self._place = (self._place[0], None)
 
 
-# ------------------------------------------------------------------------------------------------------ the loss probe
+# The loss probe.
 
 _FORWARDS = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 _WITHOUT_GRADIENTS = _FORWARDS | {Op.UNSHARD, Op.RESHARD}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..schedule import Action
-from .transport.base import Arrival
+from .transport import Arrival
 
 Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
 

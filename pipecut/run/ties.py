@@ -17,7 +17,7 @@ from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow, Placement, tie_messages
 from ..stage import PipelineStage
 from ..text import did_you_mean, numbered, tensor_text
-from .transport.base import Meta, Transport
+from .transport import Meta, Transport
 
 Stages = Mapping[int, PipelineStage]
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
@@ -73,7 +73,7 @@ def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int
         )
 
 
-# --------------------------------------------------------------------------------------------- the sum of gradients
+# The sum of gradients.
 
 
 _UNKNOWN, _FROZEN, _WITHOUT_GRADIENT, _WITH_GRADIENT = range(4)  # the status of the parameter on a rank
@@ -241,7 +241,7 @@ class LocalTies:
                 holders.give(holders.own())
 
 
-# ----------------------------------------------------------------------------- ties of modules that were cut by hand
+# Ties of modules that were cut by hand.
 
 
 _Declared = Sequence[Mapping[int, str]]

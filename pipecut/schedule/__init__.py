@@ -1,8 +1,8 @@
 """Schedules as plans: the actions of every rank in one training step, from whole numbers and without torch.
 
-Plans are made by name or searched, lowered to messages, proven, simulated and drawn. Read `action` and `plan` first,
-then `rules`, the dependencies between actions, and `walk`, the one way through a plan. Schedules are in `families`, one
-file per family, registered by the decorator `schedule`.
+Plans are made by name or searched, lowered to messages, proven, simulated and drawn. Read action.py and plan.py
+first, then rules.py, the dependencies between actions, and walk.py, the one way through a plan. Schedules are in
+`families`, one file per family, registered by the decorator `schedule`.
 
 >>> plan = plan_for("1F1B", ranks=2, microbatches=2)
 >>> print(plan.grid())
@@ -41,7 +41,7 @@ from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family
 from .registry import known_name as known_name
 from .registry import plan_for, schedule, schedule_names
-from .render.palette import look as look
+from .render import look as look
 from .report import Report, Span, Timeline
 from .rules import GIVES as GIVES
 from .rules import Dataflow, dependencies
@@ -82,5 +82,3 @@ __all__ = [
     "simulate",
     "transfer",
 ]
-
-# For the other rooms.

@@ -1,4 +1,4 @@
-"""Cutting: finds the cuts, balances stages, and turns a traced model into stages. Read `cut` first."""
+"""Cutting: finds the cuts, balances stages, and turns a traced model into stages. Read cut.py first."""
 
 from .automatic import AutomaticCuts as AutomaticCuts
 from .automatic import BalancedCut as BalancedCut

@@ -171,7 +171,7 @@ def _members_of(container: nn.Module) -> list[str]:
     return [*children_of(container), *parameters_of(container)]
 
 
-# Hooks of modules that are cut, attributes that their forwards set, and other effects that a trace does not hold
+# Hooks of modules that are cut, attributes that their forwards set, and other effects that a trace does not hold.
 
 
 def generated_paths(programs: Sequence[Piece]) -> set[str]:

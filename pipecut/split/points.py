@@ -199,7 +199,7 @@ def _place(mark: Operation) -> str:
     return mark.source.replace("File ", "").split(", in ")[0] or "an unknown line"
 
 
-# Cuts by a `split_policy`: a function that gets the traced model as a GraphModule and inserts marks
+# Cuts by a `split_policy`: a function that gets the traced model as a GraphModule and inserts marks.
 
 
 SplitPolicy = Callable[[GraphModule], GraphModule]

@@ -197,7 +197,7 @@ def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
     return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)
 
 
-# Modules that others refer to in a list or an object, without having registered them
+# Modules that others refer to in a list or an object, without having registered them.
 
 
 References = Mapping[nn.Module, Mapping[nn.Module, str]]  # which modules a module refers to, and by which attribute

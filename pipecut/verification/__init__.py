@@ -1,7 +1,7 @@
 """verify(): compare one training step of the stages with one of the uncut model.
 
-verify.py, the file to read first, runs both (runs.py), compares them (compare.py) and collects the differences of all
-ranks (ranks.py) into a report (report.py). stages.py finds the stages of this process and the plan by which they run.
+verify.py, the file to read first, runs both (runs.py), compares them and collects the differences of all ranks into a
+report (report.py). stages.py finds the stages of this process and the plan by which they run.
 """
 
 from .report import Verification as Verification

@@ -128,7 +128,7 @@ def _device_of(module: nn.Module, call: Call) -> torch.device:
     return next((tensor.device for tensor in here), torch.device("cpu"))
 
 
-# ------------------------------------------------------------------------------------ names of parameters and buffers
+# Names of parameters and buffers.
 
 Naming = Callable[[int, str], str]  # stage, name in its module -> name in the model
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed
 
 from pipecut.compat.installing import MODULES, UPSTREAM, install, uninstall
+from tests.support.limits import WORK
 from tests.support.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=WORK, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -8,11 +8,10 @@ import torch
 from pipecut.pipe_ir.operators import OPERATORS, Operator, operator_of
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", sorted(name for name in OPERATORS if name.startswith("aten::")))
 def test_a_record_is_of_an_operator_that_torch_has(name: str) -> None:
-    namespace, _, plain = name.rpartition("::")
-    if namespace == "aten":  # a name with a slip of the pen would never be met
-        assert hasattr(torch.ops.aten, plain)
+    """A name with a slip of the pen would never be met."""
+    assert hasattr(torch.ops.aten, name.removeprefix("aten::"))
 
 
 def test_an_operator_without_a_record_has_the_defaults() -> None:

@@ -96,15 +96,6 @@ def test_sizes_are_whole_numbers_from_1_up(
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("rank_of", [(), (0, -1)])
-def test_a_placement_has_a_stage_and_ranks_from_0_up(rank_of: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError) as error:
-        Placement(rank_of)
-    assert str(error.value) == (
-        f"A placement gives every stage a rank, 0 or more, and has at least one stage; got {rank_of}."
-    )
-
-
 @pytest.mark.parametrize("rank_of", [{0: "a"}, {"a": 0}, {0: 0.5}, ["0"], [True]])
 def test_stages_and_ranks_are_whole_numbers(rank_of: Any) -> None:
     with pytest.raises(PlanError, match="stages and ranks are whole numbers, as in"):

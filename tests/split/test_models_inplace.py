@@ -67,24 +67,40 @@ def masked_fill_in_place(x: Tensor) -> Tensor:
     return x
 
 
+WRITES: list[tuple[Half, Half]] = [
+    (torch.sin, add_in_place),
+    (torch.sin, relu_in_place),
+    (torch.sin, write_rows),
+    (torch.sin, write_to_view),
+    (torch.sin, masked_fill_in_place),
+    (add_in_place, same),
+    (write_rows, add_in_place),
+    (write_to_view, same),
+    (write_then_use_twice, lambda y, z: y.mul_(2) + z),
+    (lambda x: (x.sin(), x), lambda y, x: y + x.cos()),
+    (lambda x: (x * 1).t(), lambda x: x.add_(1).t().contiguous()),
+]
+LAYOUTS = [
+    pytest.param(lambda x: x.t(), lambda x: x.t().contiguous(), id="transposed"),
+    pytest.param(lambda x: x.t(), lambda x: x.t().view(2, 16)[:, :8], id="viewed"),
+    pytest.param(lambda x: x.mean(0).expand(6, 8), same, id="expanded"),
+    pytest.param(lambda x: x[::2, 1:5], lambda x: torch.cat([x, x], 1), id="sliced"),
+    pytest.param(lambda x: x.view(4, 2, 4).permute(2, 0, 1), lambda x: x.permute(1, 2, 0).reshape(4, 8), id="permuted"),
+    pytest.param(lambda x: x.t(), lambda x: x.stride(0) * x.t().contiguous(), id="stride"),
+    pytest.param(lambda x: x.unfold(1, 4, 2)[..., 0], lambda x: x.repeat(1, 3)[:, :8], id="unfolded"),
+    pytest.param(lambda x: x.chunk(2, 1), lambda left, right: torch.cat([right, left], 1), id="chunks"),
+    pytest.param(lambda x: x.diagonal().contiguous(), lambda x: x.repeat(2).view(1, 8), id="diagonal"),
+    pytest.param(lambda x: x[:0], same, id="empty"),
+    pytest.param(lambda x: x.sum(), lambda x: x.expand(1, 8), id="scalar"),
+]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (torch.sin, add_in_place),
-        (torch.sin, relu_in_place),
-        (torch.sin, write_rows),
-        (torch.sin, write_to_view),
-        (torch.sin, masked_fill_in_place),
-        (add_in_place, same),
-        (write_rows, add_in_place),
-        (write_to_view, same),
-        (write_then_use_twice, lambda y, z: y.mul_(2) + z),
-        (lambda x: (x.sin(), x), lambda y, x: y + x.cos()),
-        (lambda x: (x * 1).t(), lambda x: x.add_(1).t().contiguous()),
-    ],
+    [*WRITES, *LAYOUTS],
     ids=lambda half: "lambda" if half.__name__ == "<lambda>" else half.__name__,
 )
-def test_in_place_writes_beside_a_cut(before: Half, after: Half) -> None:
+def test_in_place_writes_and_any_layout_beside_a_cut(before: Half, after: Half) -> None:
     assert_equals_uncut(Halves(before, after), (torch.randn(4, 8, requires_grad=True),), expect_stages=2)
 
 
@@ -177,27 +193,6 @@ def test_a_block_writes_to_what_it_receives() -> None:
     model = nn.Sequential(nn.Linear(8, 8), WritesArgument(), nn.ReLU(inplace=True))
     spec = {"1": SplitPoint.BEGINNING, "2": SplitPoint.BEGINNING}
     assert_equals_uncut(model, (torch.randn(4, 8),), split_spec=spec, expect_stages=3)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (lambda x: x.t(), lambda x: x.t().contiguous()),
-        (lambda x: x.t(), lambda x: x.t().view(2, 16)[:, :8]),
-        (lambda x: x.mean(0).expand(6, 8), same),
-        (lambda x: x[::2, 1:5], lambda x: torch.cat([x, x], 1)),
-        (lambda x: x.view(4, 2, 4).permute(2, 0, 1), lambda x: x.permute(1, 2, 0).reshape(4, 8)),
-        (lambda x: x.t(), lambda x: x.stride(0) * x.t().contiguous()),
-        (lambda x: x.unfold(1, 4, 2)[..., 0], lambda x: x.repeat(1, 3)[:, :8]),
-        (lambda x: x.chunk(2, 1), lambda left, right: torch.cat([right, left], 1)),
-        (lambda x: x.diagonal().contiguous(), lambda x: x.repeat(2).view(1, 8)),
-        (lambda x: x[:0], same),
-        (lambda x: x.sum(), lambda x: x.expand(1, 8)),
-    ],
-    ids="transposed viewed expanded sliced permuted stride unfolded chunks diagonal empty scalar".split(),
-)
-def test_tensors_of_any_layout_cross_a_cut(before: Half, after: Half) -> None:
-    assert_equals_uncut(Halves(before, after), (torch.randn(4, 8, requires_grad=True),), expect_stages=2)
 
 
 def test_an_image_in_channels_last_crosses_a_cut() -> None:

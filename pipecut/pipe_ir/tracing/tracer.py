@@ -12,9 +12,7 @@ from torch import nn
 
 from ...errors import InputError, SplitError, TraceError, warn
 from ..copies import clone
-from ..eager.example_runs import run_on_example
-from ..eager.modules import EagerModules, HiddenTieError
-from ..eager.observe import Observations
+from ..eager import EagerModules, HiddenTieError, Observations, run_on_example
 from ..inputs import read_example
 from ..sizes.dynamic import Dynamic
 from ..traced import Fallback, TracedModel

@@ -1,7 +1,7 @@
 """Plans searched for given costs, within a memory limit.
 
-Read `search` first: fixed schedules (`candidate`), greedy scheduling (`greedy`), weight gradients moved
-(`weight_placement`) and local search (`local_search`), all on the numbered passes of a `problem`, timed by `timing`.
+Read search.py first: fixed schedules (candidate.py), greedy scheduling (greedy.py), local search and the placement of
+weight gradients (local_search.py), all on the numbered passes of a problem (problem.py), timed by timing.py.
 """
 
 from .candidate import FoundPlan, Tried

@@ -1,7 +1,7 @@
 """The schedules: each a function that lists the actions of every rank, registered under its name by `@schedule`.
 
-Every file here is imported, in alphabetical order, so that a new schedule is one new file: see `one_f_one_b` for the
-shortest example. `building` has the phrases that they are written in.
+Every file here is imported, in alphabetical order, so that a new schedule is one new file: see one_f_one_b.py for the
+shortest example. building.py has the phrases that they are written in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Balanced cuts of a chain of blocks, on plain numbers. Read `problem`, then `solve`."""
+"""Balanced cuts of a chain of blocks, on plain numbers. Read problem.py, then solve.py."""
 
 from .problem import Array as Array
 from .problem import Blocks as Blocks

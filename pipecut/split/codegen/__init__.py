@@ -1,4 +1,4 @@
-"""Generated code: the Python source of the stages. Read `emit` first."""
+"""Generated code: the Python source of the stages. Read emit.py first."""
 
 from .emit import Emitter as Emitter
 from .emit import Function as Function

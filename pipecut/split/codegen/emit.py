@@ -280,7 +280,7 @@ def _manager(context: Context, base: Context) -> str:
     return f"torch.autocast({entered.device_type!r}, {entered.dtype}, {entered.enabled})"
 
 
-# Checks that generated code calls: a module returns what it returned when it was traced
+# Checks that generated code calls: a module returns what it returned when it was traced.
 
 
 def _require_items(

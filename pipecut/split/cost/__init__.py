@@ -1,4 +1,4 @@
-"""Costs of operations: FLOPs, bytes, times on a machine. Read `operation` first."""
+"""Costs of operations: FLOPs, bytes, times on a machine. Read operation.py first."""
 
 from .machine import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .machine import Machine as Machine

@@ -45,7 +45,7 @@ def rows_along(value: Any, dim: int) -> int:
     return mask_batch(value) if is_block_mask(value) else int(value.shape[dim])
 
 
-# Cutting
+# Cutting.
 
 
 def cut_rows(value: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
@@ -144,7 +144,7 @@ def check_holds_no_tensors(name: str, value: Any) -> None:
         )
 
 
-# Merging
+# Merging.
 
 
 def join(values: Sequence[Tensor], dim: int, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from pipecut import PipelineStage, PlannedSchedule, pipe_split, pipeline
 from pipecut.schedule import plan_for
 from tests.run.distributed.failing_models import SAMPLES, WIDTH, Party, die, fail, nth
+from tests.support.limits import PATIENCE
 
 
 def fails_in_forward(rank: int, world: int, traced: bool, stage: int, name: str) -> None:
@@ -130,9 +131,12 @@ def has_another_seed(rank: int) -> None:
     schedule.step(*((ids,) if rank == 0 else ()), target=ids if rank == 1 else None)
 
 
+AWAY = 4.0 * PATIENCE  # seconds that the others wait for a rank that does not come
+
+
 def stays_away(rank: int, world: int, traced: bool, who: int) -> str:
     party = Party(rank, world, traced)
-    schedule = party.schedule(timeout=4)
+    schedule = party.schedule(timeout=AWAY)
     dist.barrier()  # so that all others come at about the same time
     if rank != who:
         schedule.step(*party.args, target=party.target)

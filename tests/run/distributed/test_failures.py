@@ -123,7 +123,7 @@ def test_a_rank_that_never_comes(who: int) -> None:
     found = outcomes(3, cases.stays_away, 3, False, who)
     assert found[who].value == "stayed away"
     others = [outcome for outcome in found if outcome.rank != who]
-    assert_all_fail(others, "DisagreementError", f"rank {who} did not come to its first step within 4 s")
+    assert_all_fail(others, "DisagreementError", f"rank {who} did not come to its first step within {cases.AWAY:g} s")
 
 
 def test_a_rank_that_comes_no_more() -> None:

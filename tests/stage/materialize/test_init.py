@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import Pipe, PipeError, PipelineStage, SplitPoint, empty_weights, pipeline
-from tests.stage.materialize_models import Tied, assert_trains_like, build_all, cut
+from tests.stage.materialize.models import Tied, assert_trains_like, build_all, cut
 
 
 def init(module: nn.Module) -> None:

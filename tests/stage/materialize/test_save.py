@@ -12,7 +12,7 @@ from torch import nn
 
 from pipecut import CheckpointError, PipelineStage, SplitPoint, empty_weights, pipeline, save_stage
 from pipecut.stage.materialize.checkpoint import SafetensorsFile
-from tests.stage.materialize_models import Tied, assert_trains_like, build_all, cut, real_model
+from tests.stage.materialize.models import Tied, assert_trains_like, build_all, cut, real_model
 
 
 def test_what_is_saved_by_all_stages_is_the_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipecut import CheckpointError, InputError, Pipe, PipeError, SplitPoint, empty_weights, pipeline
 from pipecut.stage.materialize.checkpoint import SafetensorsFile, write_safetensors
-from tests.stage.materialize_models import SPLIT, Tied, assert_trains_like, build_all, cut, real_model
+from tests.stage.materialize.models import SPLIT, Tied, assert_trains_like, build_all, cut, real_model
 
 
 def once(model: nn.Module) -> dict[str, Tensor]:
