@@ -21,7 +21,7 @@ from pipecut.stage.backward import StageWeights, full_backward, input_backward, 
 
 from .measure import Goal, clock, in_turn, median_ratio, show_goals, show_table
 
-FULL, SPLIT, PEER_FULL, PEER_SPLIT = "full", "split", "peer, full", "peer, split"
+FULL, SPLIT, UPSTREAM_FULL, UPSTREAM_SPLIT = "full", "split", "upstream, full", "upstream, split"
 ROUNDS_FOR_EACH = 20
 SECONDS_A_ROUND, MOST_REPEATS = 0.02, 50
 LIMIT = 1.05
@@ -71,7 +71,7 @@ def run(rounds: int) -> None:
     measured = {case.name: measure(case, rounds) for case in cases()}
     show_table(
         f"backward of a stage: CPU microseconds in full, and what else takes as part of that; {rounds} rounds",
-        ["", "full", "I + W", "I alone", "peer, full", "peer, I + W", "peer, I alone"],
+        ["", "full", "I + W", "I alone", "upstream, full", "upstream, I + W", "upstream, I alone"],
         [_row(case, times) for case, times in measured.items()],
     )
     show_goals([Goal(f"{case}: I + W, of full", _ratio(times, SPLIT), LIMIT) for case, times in measured.items()])
@@ -79,12 +79,12 @@ def run(rounds: int) -> None:
 
 def measure(case: Case, rounds: int) -> Times:
     """What each side spends on one backward, each on a copy of the stage."""
-    modules = {name: copy.deepcopy(case.module) for name in (FULL, SPLIT, PEER_FULL, PEER_SPLIT)}
+    modules = {name: copy.deepcopy(case.module) for name in (FULL, SPLIT, UPSTREAM_FULL, UPSTREAM_SPLIT)}
     backwards: dict[str, Backward] = {
         FULL: _full,
         SPLIT: functools.partial(_split, StageWeights(modules[SPLIT].parameters())),
-        PEER_FULL: _peer_full,
-        PEER_SPLIT: functools.partial(_peer_split, modules[PEER_SPLIT]),
+        UPSTREAM_FULL: _upstream_full,
+        UPSTREAM_SPLIT: functools.partial(_upstream_split, modules[UPSTREAM_SPLIT]),
     }
     once = _spend(case.module, _full, case.value, repeats=3).total
     repeats = max(1, min(MOST_REPEATS, int(SECONDS_A_ROUND / once)))
@@ -121,12 +121,12 @@ def _split(weights: StageWeights, output: Tensor, gradient: Tensor, leaf: Tensor
     return middle
 
 
-def _peer_full(output: Tensor, gradient: Tensor, leaf: Tensor) -> float:
+def _upstream_full(output: Tensor, gradient: Tensor, leaf: Tensor) -> float:
     stage_backward([output], [gradient], [leaf])
     return clock()
 
 
-def _peer_split(module: nn.Module, output: Tensor, gradient: Tensor, leaf: Tensor) -> float:
+def _upstream_split(module: nn.Module, output: Tensor, gradient: Tensor, leaf: Tensor) -> float:
     _, groups = stage_backward_input([output], [gradient], [leaf], module.parameters())
     middle = clock()
     stage_backward_weight(module.parameters(), groups)
@@ -142,7 +142,7 @@ def _input_ratio(times: Times, side: str) -> float:
 
 
 def _row(case: str, times: Times) -> list[str]:
-    ratios = _ratio(times, SPLIT), _input_ratio(times, SPLIT), _ratio(times, PEER_FULL)
-    ratios += _ratio(times, PEER_SPLIT), _input_ratio(times, PEER_SPLIT)
+    ratios = _ratio(times, SPLIT), _input_ratio(times, SPLIT), _ratio(times, UPSTREAM_FULL)
+    ratios += _ratio(times, UPSTREAM_SPLIT), _input_ratio(times, UPSTREAM_SPLIT)
     full = 1e6 * statistics.median(spent.total for spent in times[FULL])
     return [case, f"{full:,.0f}", *(f"{ratio:.3f}" for ratio in ratios)]

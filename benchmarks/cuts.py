@@ -33,14 +33,14 @@ def cut_and_rebuild(model: nn.Module, example: Tensor, cuts: list[str]) -> pipec
     return cut_model(traced, plan, keep_modules=False)
 
 
-def cut_by_peer(model: nn.Module, example: Tensor, cuts: list[str]) -> PeerPipe:
-    """The peer's stages. It patches the model: give it a fresh one each time."""
+def cut_by_upstream(model: nn.Module, example: Tensor, cuts: list[str]) -> UpstreamPipe:
+    """Upstream's stages. It patches the model: give it a fresh one each time."""
     pipe = pipelining.pipeline(model, (example,), split_spec=dict.fromkeys(cuts, pipelining.SplitPoint.BEGINNING))
-    return PeerPipe([pipe.get_stage_module(index) for index in range(pipe.num_stages)])
+    return UpstreamPipe([pipe.get_stage_module(index) for index in range(pipe.num_stages)])
 
 
-class PeerPipe:
-    """The peer's stage modules, called one after the other."""
+class UpstreamPipe:
+    """Upstream's stage modules, called one after the other."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
         self.stages = stages

@@ -4,7 +4,7 @@ Both sides call torch.export.export inside their pipeline(). That call is timed 
 that what is left is each side's own work. Of pipecut's work a part happens during the export (it records the calls of
 modules while they are traced); that part is timed too and counts as cutting.
 
-pipecut exports with a symbolic batch, the peer with fixed sizes. That costs pipecut more, and buys pipes that take any
+pipecut exports with a symbolic batch, upstream with fixed sizes. That costs pipecut more, and buys pipes that take any
 batch size. The totals, and two plain exports measured apart, show how much.
 """
 
@@ -24,14 +24,14 @@ import pipecut
 from examples.gpt import GPT, GPTConfig, random_tokens
 from pipecut.pipe_ir.tracing.recorder import Recorder
 
-from .cuts import cut_by_peer, cut_ours, even_cuts
+from .cuts import cut_by_upstream, cut_ours, even_cuts
 from .measure import Goal, clock, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
 
 LAYERS = (12, 24, 48)
 STAGES = 4
-OURS, AUTOMATIC, PEER = "pipecut, split_spec", "pipecut, num_stages", "peer, split_spec"
+OURS, AUTOMATIC, UPSTREAM = "pipecut, split_spec", "pipecut, num_stages", "upstream, split_spec"
 STATIC, SYMBOLIC = "export alone, fixed sizes", "export alone, symbolic batch"
-CUTS, EXPORTS = (OURS, AUTOMATIC, PEER), (STATIC, SYMBOLIC)
+CUTS, EXPORTS = (OURS, AUTOMATIC, UPSTREAM), (STATIC, SYMBOLIC)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(rounds: int) -> None:
         [_row(timings, layers, name) for layers in LAYERS for name in (*CUTS, *EXPORTS)],
     )
     show_table(
-        f"{OURS}, against {PEER}: ratios, medians of {rounds} rounds",
+        f"{OURS}, against {UPSTREAM}: ratios, medians of {rounds} rounds",
         ["layers", "cutting", "total", "total less the export alone with fixed sizes"],
         [_comparison(timings, layers) for layers in LAYERS],
     )
@@ -74,7 +74,7 @@ def _sides(layers: int) -> dict[str, Callable[[], Timing]]:
     symbolic = {"tokens": {0: torch.export.Dim.AUTO}}
     calls: dict[str, Callable[[GPT], object]] = {
         OURS: lambda model: cut_ours(model, example, cuts),
-        PEER: lambda model: cut_by_peer(model, example, cuts),
+        UPSTREAM: lambda model: cut_by_upstream(model, example, cuts),
         AUTOMATIC: lambda model: pipecut.pipeline(model, (example,), num_stages=STAGES),
         STATIC: lambda model: torch.export.export(model, (example,), strict=False),
         SYMBOLIC: lambda model: torch.export.export(model, (example,), dynamic_shapes=symbolic, strict=False),
@@ -148,9 +148,9 @@ def _comparison(timings: Timings, layers: int) -> list[str]:
     of = functools.partial(_part, timings, layers)
     fixed = of(STATIC, "total")
     ratios = [
-        median_ratio(of(OURS, "cutting"), of(PEER, "cutting")),
-        median_ratio(of(OURS, "total"), of(PEER, "total")),
-        median_ratio(_less(of(OURS, "total"), fixed), _less(of(PEER, "total"), fixed)),
+        median_ratio(of(OURS, "cutting"), of(UPSTREAM, "cutting")),
+        median_ratio(of(OURS, "total"), of(UPSTREAM, "total")),
+        median_ratio(_less(of(OURS, "total"), fixed), _less(of(UPSTREAM, "total"), fixed)),
     ]
     return [str(layers), *(f"{ratio:.3f}" for ratio in ratios)]
 
@@ -158,8 +158,8 @@ def _comparison(timings: Timings, layers: int) -> list[str]:
 def _goals(timings: Timings) -> Iterator[Goal]:
     for layers in LAYERS:
         of = functools.partial(_part, timings, layers)
-        ratio = median_ratio(of(OURS, "cutting"), of(PEER, "cutting"))
-        yield Goal(f"{layers} layers: cutting, of the peer's", ratio, 0.5)
+        ratio = median_ratio(of(OURS, "cutting"), of(UPSTREAM, "cutting"))
+        yield Goal(f"{layers} layers: cutting, of upstream's", ratio, 0.5)
         for name in (OURS, AUTOMATIC):
             ratio = median_ratio(of(name, "cutting"), of(name, "export"))
             yield Goal(f"{layers} layers: cutting ({name}), of its own export", ratio, 0.25)

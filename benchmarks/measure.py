@@ -37,7 +37,7 @@ def in_turn(sides: Mapping[Name, Callable[[], Result]], rounds: int, what: str) 
 
 @contextlib.contextmanager
 def _own_garbage_only() -> Iterator[None]:
-    """Keep the garbage collector away from what is there already: its visits would fall on either side by chance."""
+    """Keep the garbage collector away from objects that exist already: it would run on either side by chance."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""How long a big plan takes to make, lower and prove, beside the peer's; how long a huge one takes to simulate."""
+"""How long a big plan takes to make, lower and prove, beside upstream's; how long a huge one takes to simulate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .measure import Goal, in_turn, median_ratio, milliseconds, seconds, show_go
 SCHEDULE, CHUNKS, MAX_HELD = "Interleaved1F1B", 2, 3
 SMALL, BIG = (8, 64), (64, 512)  # ranks, microbatches
 HUGE = (64, 7813)  # 1F1B, a million computations
-OURS, PEER = "pipecut", "peer"
+OURS, UPSTREAM = "pipecut", "upstream"
 MEGABYTE = 1024 * 1024
 # ru_maxrss is in kilobytes on Linux and in bytes on macOS.
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -29,18 +29,25 @@ def run(rounds: int) -> None:
     sides: dict[tuple[str, str], Callable[[], float]] = {}
     for text, size in sizes.items():
         sides[text, OURS] = functools.partial(_time, size, _ours)
-        sides[text, PEER] = functools.partial(_time, size, _peers)
+        sides[text, UPSTREAM] = functools.partial(_time, size, _upstream)
     times = in_turn(sides, min(rounds, 3), "planning")
     each = {key: [time / _actions(sizes[key[0]]) for time in taken] for key, taken in times.items()}
     show_table(
-        f"{SCHEDULE}, {CHUNKS} chunks: generate + lower + prove; the peer constructs its schedule (CPU time, medians)",
-        ["ranks x microbatches", "computations", "pipecut, ms", "peer, ms", "pipecut, us each", "peer, us each"],
+        f"{SCHEDULE}, {CHUNKS} chunks: generate + lower + prove; upstream constructs its schedule (CPU time, medians)",
+        [
+            "ranks x microbatches",
+            "computations",
+            "pipecut, ms",
+            "upstream, ms",
+            "pipecut, us each",
+            "upstream, us each",
+        ],
         [
             [
                 text,
                 f"{_actions(size):,}",
-                *(milliseconds(times[text, side]) for side in (OURS, PEER)),
-                *(f"{1e6 * statistics.median(each[text, side]):.2f}" for side in (OURS, PEER)),
+                *(milliseconds(times[text, side]) for side in (OURS, UPSTREAM)),
+                *(f"{1e6 * statistics.median(each[text, side]):.2f}" for side in (OURS, UPSTREAM)),
             ]
             for text, size in sizes.items()
         ],
@@ -50,7 +57,7 @@ def run(rounds: int) -> None:
     simulating = seconds(lambda: simulate(huge, Costs()))
     show_goals(
         [
-            Goal("big plan, of the peer's time", median_ratio(times[big, OURS], times[big, PEER]), 1 / 20),
+            Goal("big plan, of upstream's time", median_ratio(times[big, OURS], times[big, UPSTREAM]), 1 / 20),
             Goal(
                 "a computation of the big plan, of one of the small",
                 median_ratio(each[big, OURS], each[small, OURS]),
@@ -77,7 +84,7 @@ def _ours(ranks: int, microbatches: int) -> Plan:
     return plan.lower(max_held=MAX_HELD).validate()
 
 
-def _peers(ranks: int, microbatches: int) -> object:
+def _upstream(ranks: int, microbatches: int) -> object:
     return get_schedule_ops(SCHEDULE, ranks, microbatches, CHUNKS, with_comms=True)
 
 

@@ -137,7 +137,7 @@ def _pairs(predicted: dict[str, float], executed: dict[str, float]) -> list[Goal
     ]
     if not apart:
         return []
-    return [Goal(f"the faster of two, {len(apart)} pairs: part foretold wrong", len(wrong) / len(apart), 0.10)]
+    return [Goal(f"the faster of two, {len(apart)} pairs: part predicted wrong", len(wrong) / len(apart), 0.10)]
 
 
 def _show_memory(load: Load) -> None:

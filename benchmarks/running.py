@@ -17,13 +17,19 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, GPTConfig, next_token_loss, random_tokens
 
-from .cuts import cut_and_rebuild, cut_by_peer, cut_ours, even_cuts
+from .cuts import cut_and_rebuild, cut_by_upstream, cut_ours, even_cuts
 from .measure import Goal, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
 
 LAYERS, WIDTHS, STAGES = 12, (64, 256), (2, 4)
 BATCH, LENGTH = 2, 32
 STEPS_A_ROUND, ROUNDS_FOR_EACH = 2, 12
-UNCUT, COPY, OURS, REBUILT, PEER = "uncut", "uncut, a copy", "pipecut", "pipecut, all modules written anew", "peer"
+UNCUT, COPY, OURS, REBUILT, UPSTREAM = (
+    "uncut",
+    "uncut, a copy",
+    "pipecut",
+    "pipecut, all modules written anew",
+    "upstream",
+)
 
 Times: TypeAlias = dict[str, list[float]]
 
@@ -34,7 +40,7 @@ def run(rounds: int) -> None:
     cases = {f"width {width}, {stages} stages": measure(width, stages, rounds) for width in WIDTHS for stages in STAGES}
     show_table(
         f"forward, backward; {LAYERS} layers, batch {BATCH} x {LENGTH}: CPU milliseconds, medians of {rounds} rounds",
-        ["", "time", "of uncut", "of the peer"],
+        ["", "time", "of uncut", "of upstream"],
         [_row(case, name, times) for case, times in cases.items() for name in times],
     )
     show_goals(list(_goals(cases)))
@@ -51,7 +57,7 @@ def measure(width: int, stages: int, rounds: int) -> Times:
         COPY: lambda model: model,
         OURS: lambda model: cut_ours(model, tokens, cuts),
         REBUILT: lambda model: cut_and_rebuild(model, tokens, cuts),
-        PEER: lambda model: cut_by_peer(model, tokens, cuts),
+        UPSTREAM: lambda model: cut_by_upstream(model, tokens, cuts),
     }
     sides = {}
     for name, make in makers.items():
@@ -73,7 +79,7 @@ def _time(run: Callable[[Tensor], Tensor], holder: nn.Module, tokens: Tensor) ->
 
 
 def _row(case: str, name: str, times: Times) -> list[str]:
-    ratios = (median_ratio(times[name], times[other]) for other in (UNCUT, PEER))
+    ratios = (median_ratio(times[name], times[other]) for other in (UNCUT, UPSTREAM))
     return [f"{case}: {name}", milliseconds(times[name]), *(f"{ratio:.3f}" for ratio in ratios)]
 
 

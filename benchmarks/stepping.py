@@ -1,4 +1,4 @@
-"""How long a training step takes beside the peer's: both schedules in the same processes, step by step in turn.
+"""How long a training step takes beside upstream's: both schedules in the same processes, step by step in turn.
 
 Overhead-bound stages have tiny layers: what is measured is the schedule itself. Compute-bound ones have large layers.
 The step is also compared with what the simulator says for the measured costs of the computations.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import get_schedule_class as peers_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class as upstream_schedule_class
 
 import pipecut
 from pipecut.schedule import Costs, Op, Plan, Timeline, plan_for, simulate
@@ -47,7 +47,7 @@ class Load:
     width: int
     layers: int
     rows: int
-    limit: float  # of the peer's time
+    limit: float  # of upstream's time
 
 
 OVERHEAD = Load("overhead-bound", width=16, layers=2, rows=4, limit=0.6)
@@ -70,7 +70,7 @@ class Result:
     """Seconds of every round, and the makespan that the simulator gives for the measured costs."""
 
     ours: list[float]
-    peers: list[float]
+    upstream: list[float]
     simulated: float
 
 
@@ -86,13 +86,15 @@ def run(rounds: int) -> None:
             if load is OVERHEAD or microbatches == MICROBATCHES[0]
         ]
         for setting, result in zip(settings, pipecut.launch(_compare, ranks, settings, rounds)[0], strict=True):
-            ratio = statistics.median(ours / peers for ours, peers in zip(result.ours, result.peers, strict=True))
+            ratio = statistics.median(
+                ours / upstream for ours, upstream in zip(result.ours, result.upstream, strict=True)
+            )
             simulated = statistics.median(result.ours) / result.simulated
             what = f"{setting.schedule}, {ranks} ranks, {setting.microbatches} microbatches, {setting.load.name}"
-            times = [f"{1000 * statistics.median(each):.1f}" for each in (result.ours, result.peers)]
+            times = [f"{1000 * statistics.median(each):.1f}" for each in (result.ours, result.upstream)]
             rows.append([what, *times, f"{ratio:.3f}", f"{simulated:.2f}"])
             goals.append(Goal(what, ratio, setting.load.limit))
-    columns = ["setting", "pipecut, ms", "peer, ms", "ratio", "of the simulated time"]
+    columns = ["setting", "pipecut, ms", "upstream, ms", "ratio", "of the simulated time"]
     show_table(f"a training step, medians of {rounds} rounds", columns, rows)
     show_goals(goals)
     _show_memory()
@@ -103,9 +105,9 @@ def _show_memory() -> None:
     rows = []
     for name, chunks in SCHEDULES.items():
         setting = Setting(name, chunks, MICROBATCHES[0], MEMORY)
-        sides = [max(pipecut.launch(_peak_memory, RANKS[0], setting, make)) for make in (_ours, _peers)]
+        sides = [max(pipecut.launch(_peak_memory, RANKS[0], setting, make)) for make in (_ours, _upstream)]
         rows.append([name, *(f"{side / 2**20:.0f}" for side in sides), f"{sides[0] / sides[1]:.3f}"])
-    columns = ["schedule", "pipecut, MB", "peer, MB", "ratio"]
+    columns = ["schedule", "pipecut, MB", "upstream, MB", "ratio"]
     show_table(f"what a step adds to a rank's memory: {RANKS[0]} ranks, {MICROBATCHES[0]} microbatches", columns, rows)
 
 
@@ -141,19 +143,19 @@ def _compare_one(setting: Setting, rounds: int) -> Result:
     plan = plan_for(setting.schedule, ranks=ranks, chunks=setting.chunks, microbatches=setting.microbatches)
     held = plan.placement.stages_of[rank]
     ours = _ours(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
-    peers = _peers(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
+    upstream = _upstream(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
     inputs = (x,) if 0 in held else ()
     target = {"target": y} if stages - 1 in held else {}
-    times: dict[str, list[float]] = {"ours": [], "peers": []}
-    sides: dict[str, Any] = {"ours": ours, "peers": peers}
+    times: dict[str, list[float]] = {"ours": [], "upstream": []}
+    sides: dict[str, Any] = {"ours": ours, "upstream": upstream}
     for nth in range(rounds + WARM_UP):
-        for name in ("ours", "peers") if nth % 2 else ("peers", "ours"):
+        for name in ("ours", "upstream") if nth % 2 else ("upstream", "ours"):
             seconds = _timed(lambda name=name: sides[name].step(*inputs, **target))
             if nth >= WARM_UP:
                 times[name].append(seconds)
     ours.tracing = True
     ours.step(*inputs, **target)
-    return Result(times["ours"], times["peers"], _simulated(plan, ours.trace()))
+    return Result(times["ours"], times["upstream"], _simulated(plan, ours.trace()))
 
 
 def _layers(load: Load) -> nn.Module:
@@ -166,12 +168,12 @@ def _ours(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], sta
     return schedule(made if setting.chunks > 1 else made[0], setting.microbatches, nn.functional.mse_loss)
 
 
-def _peers(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
+def _upstream(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
     device = torch.device("cpu")
     made = [
         pipelining.PipelineStage(module, index, stages, device) for module, index in zip(modules, held, strict=True)
     ]
-    schedule = peers_schedule_class(setting.schedule)
+    schedule = upstream_schedule_class(setting.schedule)
     return schedule(made if setting.chunks > 1 else made[0], setting.microbatches, nn.functional.mse_loss)
 
 

@@ -118,18 +118,18 @@ def worst_parameter(runs: list[Run], uncut: Run) -> tuple[str, float]:
 
 
 def executed_timeline(runs: list[Run], planned: TrainingPlan) -> Timeline:
-    """The last step of all ranks, from its first moment: what the plan foretells, without transfers."""
-    foretold = {span.action for span in planned.report.timeline}
-    spans = [span for run in runs for span in run.spans if span.action in foretold]
+    """The last step of all ranks, from its first moment: what the plan predicts, without transfers."""
+    predicted = {span.action for span in planned.report.timeline}
+    spans = [span for run in runs for span in run.spans if span.action in predicted]
     begin = min(span.start for span in spans)
     shifted = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
     return Timeline("executed", len(runs), tuple(shifted), "s")
 
 
 def draw(planned: TrainingPlan, executed: Timeline, path: str) -> None:
-    """The step as it was foretold, above the step as it was."""
-    foretold = replace(planned.report.timeline, name="predicted", unit="s")
-    render.svg([in_milliseconds(foretold), in_milliseconds(executed)], path)
+    """The predicted step, above the step as it ran."""
+    predicted = replace(planned.report.timeline, name="predicted", unit="s")
+    render.svg([in_milliseconds(predicted), in_milliseconds(executed)], path)
 
 
 def in_milliseconds(timeline: Timeline) -> Timeline:

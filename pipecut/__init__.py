@@ -1,7 +1,7 @@
 """Cuts the PyTorch model you already have into pipeline stages.
 
 The public names are those that the stub beside this file imports. Each is imported when it is first used, so that
-`pipecut.schedule`, which plans with whole numbers alone, does not wait for torch.
+`pipecut.schedule`, which plans with integers alone, does not wait for torch.
 """
 
 from __future__ import annotations

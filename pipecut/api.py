@@ -141,4 +141,4 @@ def _check_request(module: nn.Module, split_spec: object, split_policy: object, 
     if split_policy is not None and not callable(split_policy):
         raise SplitError(f"split_policy must be a function from GraphModule to GraphModule, got {split_policy!r}")
     if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
-        raise SplitError(f"num_stages must be a whole number of at least 1, got {num_stages!r}")
+        raise SplitError(f"num_stages must be an integer of at least 1, got {num_stages!r}")

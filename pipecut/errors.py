@@ -58,7 +58,7 @@ class AbsentTensorError(PipeError, AttributeError):
 
 
 class ExampleError(InputError, RuntimeError):
-    """Example arguments that are no call; also a RuntimeError, as for any model that could not be traced."""
+    """Example arguments that do not make a call; also a RuntimeError, as for any model that could not be traced."""
 
 
 class StageRunError(PipeError):
@@ -83,7 +83,7 @@ class LostConnectionError(PipeError):
 
 
 class DisagreementError(PipeError):
-    """The ranks are not about to do the same thing."""
+    """The ranks' plans or options differ."""
 
 
 class MissingTargetError(InputError, RuntimeError):
@@ -91,7 +91,7 @@ class MissingTargetError(InputError, RuntimeError):
 
 
 class LossesError(InputError, TypeError):
-    """`losses=` is no list; also a TypeError."""
+    """`losses=` is not a list; also a TypeError."""
 
 
 class UnknownOpError(PlanError, RuntimeError):
@@ -111,7 +111,7 @@ class TooLittleMemoryError(SplitError):
 
 
 class StageMetadataError(PipeError, RuntimeError):
-    """Tensors are not what was said of them."""
+    """Tensors do not match the declared metadata."""
 
 
 class TooFewSamplesError(InputError, AssertionError):
@@ -147,7 +147,7 @@ class GroupSizeError(InputError, RuntimeError):
 
 
 class StepMetadataError(StepError, StageMetadataError):
-    """A step failed, for tensors are not what was said of them."""
+    """A step failed: tensors do not match the declared metadata."""
 
 
 class PipeWarning(UserWarning):

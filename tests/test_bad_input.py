@@ -133,7 +133,7 @@ def test_more_stages_than_places_to_cut_are_refused_with_the_most_that_is_possib
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
 def test_a_number_of_stages_that_is_no_number_is_refused(number: object) -> None:
-    refused(f"num_stages must be a whole number of at least 1, got {number!r}", Net(), (X,), num_stages=number)
+    refused(f"num_stages must be an integer of at least 1, got {number!r}", Net(), (X,), num_stages=number)
 
 
 def test_two_ways_to_say_where_to_cut_are_refused() -> None:

@@ -17,7 +17,7 @@ SMALL = "--layers 2 --stages 2 --ranks 2 --steps 2 --microbatches 4".split()
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_finds_nothing_different(tmp_path: Path) -> None:
-    """It failed at its comparison while every test passed: a plan with ties foretold sums that it did not look at."""
+    """It failed at its comparison while every test passed: a plan with ties predicted sums that it did not look at."""
     run = subprocess.run(
         [sys.executable, str(DEMO), *SMALL], cwd=tmp_path, capture_output=True, text=True, timeout=WORK, check=False
     )

@@ -46,7 +46,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("only", nargs="*", metavar="model", help="only models with this in the name of their class")
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, help="only these kinds (default: all)")
     parser.add_argument("--stages", type=int, default=2, help="stages (default: %(default)s)")
-    parser.add_argument("--schedule", default="1F1B", help="schedule with one stage a rank (default: %(default)s)")
+    parser.add_argument("--schedule", default="1F1B", help="schedule with one stage per rank (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit for one model (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print each cause in full")

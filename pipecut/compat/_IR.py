@@ -36,7 +36,7 @@ class Pipe(OwnPipe, ReplacedAttributes):
 
     _replaced = dict.fromkeys(
         ("split_gm", "executor", "named_modules", "modules", "named_children", "children", "apply"),
-        "a Pipe is no nn.Module; its stages are: see pipe.stages and pipe.get_stage_module()",
+        "a Pipe is not an nn.Module; its stages are: see pipe.stages and pipe.get_stage_module()",
     )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ def get_schedule_ops(
     kind = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
     single = issubclass(kind, PipelineScheduleSingle)
     chunks = num_stages_per_rank if num_stages_per_rank is not None else 1 if single else 2
-    _refuse_other_chunks(kind, chunks)
+    _check_chunks(kind, chunks)
     total = chunks * pp_degree
     stages = [_OnPaper(chunk * pp_degree, total, 0, pp_degree) for chunk in range(chunks)]
     made: Any = kind(stages[0] if single else stages, num_microbatches)
@@ -94,7 +94,7 @@ class StagesPerRankError(InputError, AssertionError):
     """A number of stages per rank that the schedule is not made for; also an AssertionError, as with upstream."""
 
 
-def _refuse_other_chunks(kind: type[_PipelineSchedule], chunks: int) -> None:
+def _check_chunks(kind: type[_PipelineSchedule], chunks: int) -> None:
     fixed = None if kind.family is None or kind.family.any_chunks else kind.family.chunks
     wanted = 1 if issubclass(kind, PipelineScheduleSingle) else fixed
     if wanted is not None and chunks != wanted:

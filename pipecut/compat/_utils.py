@@ -164,7 +164,7 @@ def extract_tensor_metas(tensors: Any, *, allow_none: bool = False) -> tuple[Ten
                 f"None values are not allowed here, and tensor {place} is None: pass allow_none=True where there may "
                 "be none"
             )
-    # What is no tensor has no metas: where there may be none, it counts as none.
+    # A value that is not a tensor has no metas: where there may be none, it counts as none.
     return tuple(
         None if allow_none and not isinstance(tensor, Tensor) else extract_tensor_meta(tensor) for tensor in tensors
     )

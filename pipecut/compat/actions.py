@@ -32,7 +32,7 @@ from ..schedule import (
 
 
 class ActionTextError(PlanError, RuntimeError):
-    """A text is no action; also a RuntimeError, as with upstream."""
+    """A text is not an action; also a RuntimeError, as with upstream."""
 
 
 class UpstreamAction(NamedTuple):
@@ -288,8 +288,8 @@ def validate_schedule(
         raise ScheduleFaultError(f"The schedule has {plan.stages} stages, and there are {num_stages}.")
     faults = find_faults(plan)
     if faults:
-        told = "\n".join(f"  {fault}" for fault in faults)
-        raise ScheduleFaultError(f"The schedule cannot run:\n{told}\n{format_order(actions)}", faults)
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise ScheduleFaultError(f"The schedule cannot run:\n{lines}\n{format_order(actions)}", faults)
     return dict(enumerate(plan.placement.rank_of))
 
 

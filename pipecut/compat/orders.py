@@ -37,7 +37,7 @@ from .unsupported import (
     STAGE_NOT_CALLED,
     FixedAttribute,
     ReplacedAttributes,
-    refuse_overrides,
+    check_no_overrides,
 )
 
 Format = Literal["compute_only", "compute_comms"]
@@ -102,7 +102,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         self.n_local_stages = len(self.stages)
         self.number_of_rounds = max(1, self.n_microbatches // max(1, first.group_size))
         self.microbatches_per_round = self.n_microbatches // self.number_of_rounds
-        refuse_overrides(self, SCHEDULE_NOT_CALLED | (ORDER_NOT_CALLED if self.family else {}))
+        check_no_overrides(self, SCHEDULE_NOT_CALLED | (ORDER_NOT_CALLED if self.family else {}))
         self._meet_stages()
         if any(plan.actions):
             self._set_ranks(dict(enumerate(plan.placement.rank_of)))
@@ -114,7 +114,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
     def _meet_stages(self) -> None:
         complete = {stage.stage_index: stage for stage in self.stages if _is_complete(stage)}
         for index, stage in complete.items():
-            refuse_overrides(stage, STAGE_NOT_CALLED)
+            check_no_overrides(stage, STAGE_NOT_CALLED)
             before = complete.get(index - 1)
             if isinstance(stage, UpstreamStage):
                 stage.stage_before = weakref.ref(before) if isinstance(before, UpstreamStage) else None
@@ -263,14 +263,14 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         """Write the order to a CSV file, one line per rank."""
         orders = {"compute_only": lambda: self.pipeline_order, "compute_comms": lambda: self.pipeline_order_with_comms}
         _check_format(format)
-        self._refuse_missing_order(format)
+        self._check_has_order(format)
         rows = order_from_upstream(orders[format]())
         placement = Placement(tuple(map(self._rank_of, range(self._num_stages))))
         Plan.from_actions(rows, placement=placement, microbatches=self.n_microbatches).save_csv(filename)
 
     def _simulate(self) -> UpstreamOrder:
         """Return the order with messages, and a None for every slot in which a rank waits."""
-        self._refuse_missing_order("compute_comms")
+        self._check_has_order("compute_comms")
         kept = {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.REDUCE_TIES}
         order = {
             rank: [action for action in row if action is not None and action.computation_type not in kept]
@@ -278,7 +278,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         }
         return simulate(order, self._rank_of, self._num_stages)
 
-    def _refuse_missing_order(self, format: Format) -> None:
+    def _check_has_order(self, format: Format) -> None:
         if not self.pipeline_order and not (format == "compute_comms" and self._order_with_comms):
             raise MissingOrderError(_NO_ORDER.format(type(self).__name__))
 
@@ -326,12 +326,12 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
 
     @property
     def fwd_recv_ops(self) -> dict[tuple[int, int], list[Any]]:
-        """The activations that are on their way to this process, by stage and microbatch."""
+        """The activations that are in transit to this process, by stage and microbatch."""
         return self._arriving(forward=True)
 
     @property
     def bwd_recv_ops(self) -> dict[tuple[int, int], list[Any]]:
-        """The gradients that are on their way to this process, by stage and microbatch."""
+        """The gradients that are in transit to this process, by stage and microbatch."""
         return self._arriving(forward=False)
 
     def _arriving(self, *, forward: bool) -> dict[tuple[int, int], list[Any]]:
@@ -354,8 +354,8 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
     ) -> None:
         """Check the arguments only: the forward of the last stage has computed the loss along with its output."""
         if stage.is_last:
-            stage.refuse_another_output(mb_index, output)
-            stage.refuse_other_targets(mb_index, target_mbs)
+            stage.check_same_output(mb_index, output)
+            stage.check_same_targets(mb_index, target_mbs)
 
     def _maybe_get_loss(self, stage: UpstreamStage, mb_index: int) -> Tensor | None:
         """Return the loss of a microbatch whose forward is done, on the last stage."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import run as own
 from ..errors import InputError, PlanError, warn
-from ..run import FamilySchedule, StepState, refuse_compiled
+from ..run import FamilySchedule, StepState, check_not_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
 from . import _utils, actions
@@ -289,7 +289,7 @@ def _get_profiler_function_name(action: UpstreamAction) -> str:
 
 
 def _check_torch_compile_compatibility(stages: Sequence[PipelineStage], schedule_name: str) -> None:
-    refuse_compiled(stages, schedule_name)
+    check_not_compiled(stages, schedule_name)
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work | None]:

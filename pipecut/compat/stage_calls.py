@@ -22,7 +22,7 @@ from .unsupported import (
     StageCallError,
     are_same,
     check_declared,
-    refuse_another_factor,
+    check_same_factor,
 )
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     ) -> Any:
         """Run the forward of a microbatch: on `args` for the first stage, on what arrived for it for others."""
         if self.driver is not None:
-            self._refuse_other_arguments(self.driver, fwd_chunk_id, args, kwargs)
+            self._check_same_arguments(self.driver, fwd_chunk_id, args, kwargs)
             return self.driver.forward(self, fwd_chunk_id)
         if not self.is_first:
             if fwd_chunk_id not in self._local_inputs:
@@ -159,7 +159,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     ) -> None:
         """Run the backward of a microbatch: from its loss on the last stage, from what arrived for it on others."""
         if self.driver is not None:
-            self._refuse_another_loss(self.driver, bwd_chunk_id, loss)
+            self._check_same_loss(self.driver, bwd_chunk_id, loss)
             self.driver.backward(self, bwd_chunk_id, weights=full_backward)
             return
         if bwd_chunk_id not in self.flights:
@@ -200,7 +200,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         if self.is_first:
             raise StageCallError("set_local_fwd_input() is for stages after the first, whose input is the model's")
         if self.driver is not None:
-            self._refuse_another_input(prev_stage_outputs, mb_index)
+            self._check_same_input(prev_stage_outputs, mb_index)
         else:
             values = prev_stage_outputs if isinstance(prev_stage_outputs, tuple | list) else (prev_stage_outputs,)
             self._local_inputs[mb_index] = tuple(
@@ -208,7 +208,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
             )
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a microbatch's inputs, once. In a step they are on their way already."""
+        """Return the gradients of a microbatch's inputs, once. In a step they are already in transit."""
         if self.is_first:
             raise StageCallError("get_local_bwd_output() is for stages after the first, which has nobody to give to")
         if self.driver is not None:
@@ -234,7 +234,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
 
     # Arguments of a step.
 
-    def refuse_another_output(self, microbatch: int, output: Any) -> None:
+    def check_same_output(self, microbatch: int, output: Any) -> None:
         """Raise if, in a step, a loss is asked of another output than the forward returned."""
         if self.driver is not None and self.driver.batch.results.get(microbatch) is not output:
             raise StageCallError(
@@ -243,7 +243,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 "in the module's forward, or in loss_fn"
             )
 
-    def refuse_other_targets(self, microbatch: int, targets: Sequence[Any] | None) -> None:
+    def check_same_targets(self, microbatch: int, targets: Sequence[Any] | None) -> None:
         """Raise if, in a step, a loss is asked of other targets than those of the step."""
         held = None if self.driver is None else self.driver.batch.targets
         if self.driver is None or targets is None or targets is held:
@@ -255,7 +255,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 "change targets before step(), or in loss_fn"
             )
 
-    def _refuse_other_arguments(self, driver: StageDriver, microbatch: int, args: Any, kwargs: Any) -> None:
+    def _check_same_arguments(self, driver: StageDriver, microbatch: int, args: Any, kwargs: Any) -> None:
         batch = driver.batch
         own_args = tuple(batch.args[microbatch]) if batch.args else ()
         own_kwargs = dict(batch.kwargs[microbatch]) if batch.kwargs else {}
@@ -270,7 +270,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 f"[{microbatch}], and change inputs before step(), or in the module's forward"
             )
 
-    def _refuse_another_loss(self, driver: StageDriver, microbatch: int, loss: Tensor | None) -> None:
+    def _check_same_loss(self, driver: StageDriver, microbatch: int, loss: Tensor | None) -> None:
         flight = self.flights.get(microbatch)
         if loss is None or not self.is_last or flight is None:
             return
@@ -281,7 +281,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 "in loss_fn"
             )
 
-    def _refuse_another_input(self, values: Any, microbatch: int) -> None:
+    def _check_same_input(self, values: Any, microbatch: int) -> None:
         before = None if self.stage_before is None else self.stage_before()
         flight = None if before is None else before.flights.get(microbatch)
         held = None if before is None or flight is None else before.returned(flight)
@@ -297,7 +297,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     def scale_grads(self, grad_scale_factor: float) -> None:
         """Divide the gradients of the parameters. In a step of a schedule they are as scale_grads= says already."""
         if self.driver is not None:
-            refuse_another_factor("scale_grads", grad_scale_factor, self.driver.grad_scale_factor)
+            check_same_factor("scale_grads", grad_scale_factor, self.driver.grad_scale_factor)
             return
         for parameter in self.submod.parameters():
             if parameter.grad is not None and grad_scale_factor != 1:
@@ -306,7 +306,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     def perform_reduce_grad(self, grad_scale_factor: float) -> None:
         """Average the gradients over the copies of the stage, and divide them, as `scale_grads` does."""
         if self.driver is not None:
-            refuse_another_factor("perform_reduce_grad", grad_scale_factor, self.driver.grad_scale_factor)
+            check_same_factor("perform_reduce_grad", grad_scale_factor, self.driver.grad_scale_factor)
         self.replica.reduce_gradients()
         self.scale_grads(grad_scale_factor)
 

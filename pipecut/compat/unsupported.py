@@ -3,7 +3,7 @@
 - Functions and classes can be imported, and raise when they are called: `replaced`.
 - Attributes raise when they are read: `ReplacedAttributes`.
 - Attributes that are decided by the constructor raise when they are set to something else: `FixedAttribute`.
-- Methods that the executor never calls raise where a user's class defines them: `refuse_overrides`.
+- Methods that the executor never calls raise where a user's class defines them: `check_no_overrides`.
 - Values passed to a stage, or declared of it, that are not the executor's own raise too.
 """
 
@@ -43,10 +43,10 @@ def replaced(name: str, instead: str) -> Any:
 pipeline()
     """
 
-    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
+    def raise_error(self: object, *args: Any, **kwargs: Any) -> None:
         raise ReplacedError(f"{name} is not part of pipecut: {instead}")
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"Not part of pipecut: {instead}."})
+    return type(name, (), {"__init__": raise_error, "__doc__": f"Not part of pipecut: {instead}."})
 
 
 class ReplacedAttributes:
@@ -109,7 +109,7 @@ class FixedAttribute:
             )
 
 
-def refuse_overrides(made: Any, not_called: Mapping[str, str]) -> None:
+def check_no_overrides(made: Any, not_called: Mapping[str, str]) -> None:
     """Raise if the class of an object, or the object itself, has a method of its own that would never be called.
 
     `not_called` maps the names of such methods to what to do instead. A method that a base class demands is allowed.
@@ -117,7 +117,7 @@ def refuse_overrides(made: Any, not_called: Mapping[str, str]) -> None:
     >>> class Mine:
     ...     def choke(self) -> None: ...
     >>> Mine.__module__ = "mine"
-    >>> refuse_overrides(Mine(), {"choke": "it starts by itself"})
+    >>> check_no_overrides(Mine(), {"choke": "it starts by itself"})
     Traceback (most recent call last):
     pipecut.errors.InputError: Mine defines choke(), and steps are run by one executor here, which never calls it: it \
 starts by itself
@@ -244,7 +244,7 @@ class GradientsInTransit(tuple[Tensor, ...]):
 
     def __iter__(self) -> Any:
         raise StageCallError(
-            "the gradients of get_local_bwd_output() are on their way already in a step, and cannot be looked into or "
+            "the gradients of get_local_bwd_output() are already in transit in a step, and cannot be looked into or "
             "changed: pass what it returned to set_local_bwd_input(), and put a hook on a tensor to change its gradient"
         )
 
@@ -268,11 +268,11 @@ def are_same(given: Any, held: Any) -> bool:
     return all(map(_is_same_leaf, leaves, wanted))
 
 
-def refuse_another_factor(call: str, factor: float, wanted: int) -> None:
+def check_same_factor(call: str, factor: float, wanted: int) -> None:
     """Raise if a call during a step asks for another scale than the one that gradients have from their beginning.
 
-    >>> refuse_another_factor("scale_grads", 4, 4)
-    >>> refuse_another_factor("scale_grads", 8, 4)
+    >>> check_same_factor("scale_grads", 4, 4)
+    >>> check_same_factor("scale_grads", 8, 4)
     Traceback (most recent call last):
     pipecut.compat.unsupported.StageCallError: scale_grads(8) in a step whose gradients are scaled already, as if \
 divided by 4: pass 4, with which nothing is scaled twice, or make the schedule with scale_grads=False, where it is 1; \

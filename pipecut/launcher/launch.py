@@ -38,7 +38,7 @@ def launch(
     does not work once this process has used a GPU: then put the function in a module.
 
     Under torchrun, and on a rank, there are processes already: `fn` is called in this one, after initialising
-    torch.distributed if need be, and the result is a list of one. Their number must be `ranks`; `timeout` is not used.
+    torch.distributed if needed, and the result is a list of one. Their number must be `ranks`; `timeout` is not used.
 
     >>> def shifted(start: int) -> int:
     ...     return start + dist.get_rank()
@@ -63,7 +63,7 @@ def _check(fn: object, ranks: object, timeout: object) -> None:
     if not callable(fn):
         raise InputError(f"launch() takes a function, got {type(fn).__name__}: write launch(train, 4), not train()")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise InputError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+        raise InputError(f"ranks must be an integer of at least 1, got {ranks!r}")
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise InputError(f"timeout must be a number of seconds above 0, or None, got {timeout!r}")
 

@@ -141,14 +141,14 @@ class RankPool:
     def _finish(self, call: _RunningCall) -> list[Outcome]:
         outcomes = [call.outcomes[rank] for rank in range(self.ranks)]
         if any(outcome.failed for outcome in outcomes):
-            self.stop()  # messages of the call may still be on their way: its group is of no use any more
+            self.stop()  # messages of the call may still be in transit: its group is of no use any more
         else:
             call.files.remove(call.number)
             self._needs_new_group = any(outcome.made_groups for outcome in outcomes)
         return outcomes
 
     def _start_call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> _RunningCall:
-        """Write the call for the ranks and tell them, after starting them if need be."""
+        """Write the call for the ranks and notify them, after starting them if needed."""
         self._calls += 1
         call = (function, args)
         with self._stopping_on_error():

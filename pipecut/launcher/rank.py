@@ -1,4 +1,4 @@
-"""The process of one rank: it joins the group, runs calls until it is told to end, and reports each outcome.
+"""The process of one rank: it joins the group, runs calls until it is asked to end, and reports each outcome.
 
 The pool and its ranks exchange calls and outcomes as files in a directory of their own. Files outlive the process that
 wrote them: nobody waits at a pipe whose other end was killed, and no port can be taken by another program.
@@ -258,7 +258,7 @@ def _run_call(settings: RankSettings, number: int, call: Call | None) -> Any:
 
 
 def _join(settings: RankSettings, number: int) -> None:
-    """Join the group once every rank is there, so that a short timeout of the group bounds no slow start."""
+    """Join the group once every rank is ready, so that a short timeout of the group bounds no slow start."""
     store = settings.files.store(number, settings.ranks)
     store.set(f"rank {settings.rank}", "here")
     store.wait([f"rank {rank}" for rank in range(settings.ranks)], _JOIN_GUARD)

@@ -199,7 +199,7 @@ class Explanation:
 def explain(pipe: Pipe) -> Explanation:
     """Return all sections that have something to say."""
     title = f"{_name(pipe.traced)} in {counted(pipe.num_stages, 'stage')}"
-    sections = (_Section(heading, tuple(tell(pipe))) for heading, tell in _SECTIONS.items())
+    sections = (_Section(heading, tuple(lines_of(pipe))) for heading, lines_of in _SECTIONS.items())
     return Explanation(title, tuple(section for section in sections if section.lines))
 
 

@@ -162,14 +162,14 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def quiet_subclass(cls: type[nn.Module], members: dict[str, Any], *bases: type) -> type[nn.Module]:
-    """Make a subclass with the name of `cls` and other members; `cls` does not hear of it."""
+    """Make a subclass with the name of `cls` and other members; the __init_subclass__ of `cls` does not run."""
     name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    quiet = () if issubclass(cls, _Quiet) else (_Quiet,)
-    return type(cls.__name__, (*quiet, *bases, cls), {**name, **members})
+    skip = () if issubclass(cls, _SkipInitSubclass) else (_SkipInitSubclass,)
+    return type(cls.__name__, (*skip, *bases, cls), {**name, **members})
 
 
-class _Quiet:
-    """First of the bases, so that the __init_subclass__ of the user's class does not run."""
+class _SkipInitSubclass:
+    """Base class that goes first, so that the __init_subclass__ of the user's class does not run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass

@@ -1,9 +1,9 @@
-"""Facts about operators that their schemas do not tell: one record for each operator.
+"""Facts about operators that their schemas do not contain: one record for each operator.
 
 A trace holds operators above autograd (linear, softmax, scaled_dot_product_attention), with symbolic sizes. Whoever
 asks for a cost, for what autograd keeps or for side effects asks here; an operator without a record is taken to be as
 the defaults of `Operator` say. To teach pipecut about an operator, add a record to the table, or complete the one that
-is there. The algorithms that read the records are where they are used: at the end of this file, in `sizes`,
+exists. The algorithms that read the records are where they are used: at the end of this file, in `sizes`,
 and in `split` cost, recompute, state and chain. `pipe_split`, the one operator that pipecut adds, comes last.
 """
 
@@ -39,7 +39,7 @@ _Saves = Literal[
     "result",
     "first argument",
     "all arguments",
-    "indices",  # arguments of whole numbers or truth values
+    "indices",  # arguments of integers or truth values
     "factors",  # each one, if a gradient flows into another one
     "batched factors",
     "input and weight",

@@ -100,7 +100,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Autocast:
-    """One `with torch.autocast(...)` block; `number` tells it from others like it.
+    """One `with torch.autocast(...)` block; `number` distinguishes it from others like it.
 
     The cache of casts is not recorded: a trace always switches it off.
     """
@@ -115,7 +115,7 @@ class Autocast:
 class Context:
     """The modes that an operation runs in: gradients on or off, the autocast blocks around it, vmap levels.
 
-    `no_grad_block` tells blocks without gradients from each other; it is 0 where there are gradients.
+    `no_grad_block` distinguishes blocks without gradients from each other; it is 0 where there are gradients.
     """
 
     grad: bool = True
@@ -134,7 +134,7 @@ OperationKind = Literal["input", "state", "constant", "op", "mark"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or one value that is there from the start (a model input, a parameter, a constant)."""
+    """One operation, or one value that exists from the start (a model input, a parameter, a constant)."""
 
     index: int
     tick: int

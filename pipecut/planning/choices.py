@@ -93,7 +93,7 @@ def check_request(ranks: int, batch: int, recompute: object, time_budget: object
         raise InputError(f"speeds must be a list with a number for each rank, got {speeds!r}")
     for name, value in (("ranks", ranks), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise InputError(f"{name} must be an integer of at least 1, got {value!r}")
     if batch < ranks:
         raise InputError(
             f"a batch of {batch} has fewer samples than there are ranks ({ranks}): ranks would have nothing to do; use "
@@ -146,7 +146,7 @@ def _only_size(traced: TracedModel, microbatch: int | Sequence[int] | None, batc
         )
     if batch % size:
         raise InputError(
-            f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is no multiple of "
+            f"the trace holds for microbatches of {size} samples only, and a batch of {batch} is not a multiple of "
             "that: pass an example of another size"
         )
     return size
@@ -193,19 +193,19 @@ def _near(count: int, batch: int, ranks: int) -> int:
 # Sizes that the model cannot run.
 
 
-def refused_sizes(traced: TracedModel, source: Source, sizes: Iterable[int]) -> dict[int, str]:
+def failing_sizes(traced: TracedModel, source: Source, sizes: Iterable[int]) -> dict[int, str]:
     """Return the numbers of samples that the model cannot run, each with the reason.
 
-    They are tried on fake tensors, which hold no data. A size is kept if such a run cannot tell.
+    They are tried on fake tensors, which hold no data. A size is kept if such a run shows nothing.
     """
     example = traced.hints.get("batch")
     others = sorted(set(sizes) - {example})
     found = {size: fault for size in others for fault in [_broken_condition(traced, size)] if fault}
-    untold = [size for size in others if size not in found]
-    if example is not None and untold:
+    unchecked = [size for size in others if size not in found]
+    if example is not None and unchecked:
         trial = _FakeForward(traced, source)
         if trial.failure(example) is None:  # otherwise the model cannot run on fake tensors at all
-            found |= {size: fault for size in untold for fault in [trial.failure(size)] if fault}
+            found |= {size: fault for size in unchecked for fault in [trial.failure(size)] if fault}
     return {size: f"the model does not run with {size} sample{'s' * (size > 1)}: {why}" for size, why in found.items()}
 
 

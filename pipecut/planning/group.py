@@ -18,12 +18,12 @@ _Result = TypeVar("_Result")
 
 
 def check_member(group: object) -> None:
-    """Raise if `group` is no process group, or one that this process is not in."""
+    """Raise if `group` is not a process group, or one that this process is not in."""
     if group is None:
         return
     if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
         raise InputError(
-            f"plan(group={group!r}): that is no process group: give torch.distributed.group.WORLD, or what "
+            f"plan(group={group!r}): that is not a process group: give torch.distributed.group.WORLD, or what "
             "torch.distributed.new_group() returned"
         )
     if not _is_member(group):

@@ -206,9 +206,9 @@ def _checked(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no training plan: {error}") from error
+        raise InputError(f"{path} is not a training plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise InputError(f"{path} is no training plan: write one with plan.save()")
+        raise InputError(f"{path} is not a training plan: write one with plan.save()")
     version = content.get("version")
     if type(version) is not int or version != _VERSION:
         raise InputError(

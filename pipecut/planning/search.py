@@ -23,11 +23,11 @@ from .choices import (
     Source,
     all_choices,
     check_request,
+    failing_sizes,
     known_schedules,
     microbatch_counts,
     no_size_error,
     recompute_options,
-    refused_sizes,
 )
 from .costs import CostSource
 from .group import check_member, check_same_facts, on_each_rank, on_first_rank
@@ -149,8 +149,8 @@ def _search_space(
 ) -> _SearchSpace:
     """Separate the choices that the model can run from the others; raise if there are none."""
     sizes = {choice: {choice.microbatch, batch // choice.microbatches} for choice in choices}
-    refused = refused_sizes(traced, source, set().union(*sizes.values()))
-    dropped = {choice: refused[size] for choice, each in sizes.items() for size in sorted(each) if size in refused}
+    failing = failing_sizes(traced, source, set().union(*sizes.values()))
+    dropped = {choice: failing[size] for choice, each in sizes.items() for size in sorted(each) if size in failing}
     left = [choice for choice in choices if choice not in dropped]
     if not left:
         raise no_size_error(dropped.values())

@@ -154,7 +154,7 @@ def _check_runs_twice(traced: TracedModel) -> None:
     changed = sorted(changed_state(traced))
     if changed:
         raise InputError(
-            f"this plan computes activations again, and the forward of the model, in its mode of now, changes "
+            f"this plan recomputes activations, and the forward of the model, in its current mode, changes "
             f"{changed[0]!r}: it would be changed twice; put the model in evaluation mode, or make the plan again "
             "with the model in the mode in which it trains"
         )
@@ -170,8 +170,8 @@ def _cut_at_labels(
         missing = [label for label in labels if label not in places]
         if missing:
             raise SplitError(
-                f"{missing[0]}, which the plan asks for, is no place where this model can be cut: make the plan again "
-                "with pipecut.plan()"
+                f"{missing[0]}, which the plan asks for, is not a place where this model can be cut: make the plan "
+                "again with pipecut.plan()"
             )
         return SplitPlan(tuple(places[label] for label in labels))
 

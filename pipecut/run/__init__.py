@@ -28,8 +28,8 @@ from .schedules import ScheduleVMin as ScheduleVMin
 from .schedules import ScheduleZBH1 as ScheduleZBH1
 from .schedules import ScheduleZBH2 as ScheduleZBH2
 from .schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+from .schedules import check_not_compiled as check_not_compiled
 from .schedules import get_schedule_class as get_schedule_class
-from .schedules import refuse_compiled as refuse_compiled
 from .state import StepState as StepState
 from .transport import Transport as Transport
 from .transport import TransportFactory as TransportFactory

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, InputError, PipeError, PipeWarning
 from ..schedule import Op, Plan
-from ..stage import PipelineStage, is_initialized, refuse_ranks_of_pipeline
+from ..stage import PipelineStage, check_not_within_pipeline, is_initialized
 from ..torch_internals import is_compiled
-from .failure import BEGIN, Alarm, describe
+from .failure import BEGIN, FailureReports, describe
 from .handshake import Exchange, Handshake
-from .transport import DistributedTransport, InProcessTransport, PostOffice, Transport, TransportFactory
+from .transport import DistributedTransport, InProcessTransport, ParcelQueues, Transport, TransportFactory
 
 EVAL, STEP, MEAN_LOSS = range(3)
 
@@ -33,14 +33,14 @@ class Connection:
         distributed = _is_distributed(stages, plan)
         self.in_process = len(stages) == plan.stages and not distributed
         _check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
-        self.alarm: Alarm | None = None
+        self.failure_reports: FailureReports | None = None
         self._number = 0  # the ranks count their schedules alike
         group, device = stages[0].group, stages[0].device
         groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
-        copies = [group for group in groups if group.size() > 1]  # nobody is there to agree with otherwise
+        copies = [group for group in groups if group.size() > 1]  # otherwise there is nobody to agree with
         pipeline = None
         if not self.in_process:
-            self.alarm = Alarm(group, device, copies)
+            self.failure_reports = FailureReports(group, device, copies)
             if dist.get_world_size(group) != plan.ranks:
                 raise InputError(
                     f"the plan is for {plan.ranks} ranks, and the process group has {dist.get_world_size(group)}"
@@ -48,7 +48,7 @@ class Connection:
             pipeline = Exchange(group, timeout, Handshake.late)
             self._number = pipeline.number
             for stage in stages:
-                refuse_ranks_of_pipeline(stage.replica, stage.stage_index, stage.group)
+                check_not_within_pipeline(stage.replica, stage.stage_index, stage.group)
         here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
         make = transport if transport is not None else _default_transport(group, device, in_process=self.in_process)
         self.transports = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
@@ -73,9 +73,9 @@ class Connection:
 
     def failed(self, error: Exception, where: str = BEGIN) -> Exception:
         """Return the error to raise for one before the first action or after the last: others may be waiting."""
-        if self.alarm is None or isinstance(error, DisagreementError):
+        if self.failure_reports is None or isinstance(error, DisagreementError):
             return error  # all ranks find out about a disagreement by themselves
-        return self.alarm.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
+        return self.failure_reports.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
@@ -84,8 +84,8 @@ def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
 
 def _default_transport(group: dist.ProcessGroup | None, device: torch.device, *, in_process: bool) -> TransportFactory:
     if in_process:
-        office = PostOffice()
-        return lambda rank, ranks: InProcessTransport(office, rank, ranks)
+        queues = ParcelQueues()
+        return lambda rank, ranks: InProcessTransport(queues, rank, ranks)
     return lambda rank, ranks: DistributedTransport(group, device)
 
 
@@ -159,7 +159,7 @@ def _check_stages(stages: Sequence[PipelineStage], plan: Plan, *, in_process: bo
     indices = sorted(stage.stage_index for stage in stages)
     twice = [index for index in indices if indices.count(index) > 1]
     if twice:
-        raise InputError(f"stage {twice[0]} is there twice")
+        raise InputError(f"stage {twice[0]} was passed twice")
     if not in_process and not distributed:
         missing = sorted(set(range(plan.stages)) - set(indices))
         raise InputError(

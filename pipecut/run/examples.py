@@ -99,7 +99,7 @@ def taken_by(module: nn.Module, places: int, kwargs: Mapping[str, Any]) -> dict[
     return {name: value for name, value in kwargs.items() if name not in given and (any_name or name in names)}
 
 
-def refuse_unknown(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
+def check_known_kwargs(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
     """Raise on a keyword that no module of this process takes."""
     known: list[str] = []
     for stage in stages:

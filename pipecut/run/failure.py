@@ -1,4 +1,4 @@
-"""A rank that fails takes the others down, with its own error; nobody waits for ever.
+"""Report a failure to all ranks, so that none waits forever.
 
 The rank that fails writes what happened into the store of its process group, and closes its connections. Whoever waits
 for it, or comes to, gets an error at once, reads the store, and does the same.
@@ -49,9 +49,9 @@ class Failure:
     text: str = ""  # all of it in words
 
     def __str__(self) -> str:
-        return self.text or self.told(_plain_name)
+        return self.text or self.in_words(_plain_name)
 
-    def told(self, name_of: Callable[[int], str]) -> str:
+    def in_words(self, name_of: Callable[[int], str]) -> str:
         """Return the failure in words, with names for ranks."""
         rank = name_of(self.rank)
         if self.lost is None:
@@ -59,12 +59,12 @@ class Failure:
         other = "another rank" if self.lost < 0 else name_of(self.lost)
         if self.waited:
             return (
-                f"{rank} waited in vain for {other} {self.where}: that one is busy for longer than the process group's "
-                "timeout, or did not call step(), eval() or mean_loss() as this rank did"
+                f"{rank} timed out waiting for {other} {self.where}: that one is busy for longer than the "
+                "process group's timeout, or did not call step(), eval() or mean_loss() as this rank did"
             )
         return (
-            f"{rank} lost its connection to {other} {self.where}: the process of {other} has ended or was killed; its "
-            "own output tells why"
+            f"{rank} lost its connection to {other} {self.where}: the process of {other} has ended or was killed; see "
+            "that process's output"
         )
 
 
@@ -99,7 +99,7 @@ def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
     return found
 
 
-class Alarm:
+class FailureReports:
     """Reports of failures between the ranks of a process group and, over `copies`, those of other pipelines."""
 
     def __init__(
@@ -112,9 +112,9 @@ class Alarm:
         self.stores = [group.get_group_store() for group in self.groups]
 
     def raise_on_all(self, failure: Failure, cause: Exception) -> StepError:
-        """Tell the others, and make the error to raise here: the first failure of all, whoever had it."""
+        """Report to the others, and return the error to raise here: the first failure of all, whoever had it."""
         # In words from here on: another pipeline numbers its ranks in its own way.
-        failure = replace(failure, text=failure.told(self._name))
+        failure = replace(failure, text=failure.in_words(self._name))
         try:
             first = self._first_of(failure)
         except _StoreIsGoneError:
@@ -144,8 +144,8 @@ class Alarm:
 
     def _read(self) -> Failure | None:
         try:
-            told = [store for store in self.stores if store.check([_KEY])]
-            return Failure(**json.loads(told[0].get(_KEY))) if told else None
+            written = [store for store in self.stores if store.check([_KEY])]
+            return Failure(**json.loads(written[0].get(_KEY))) if written else None
         except (RuntimeError, OSError) as error:
             raise _StoreIsGoneError from error
 

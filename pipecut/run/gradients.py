@@ -1,4 +1,4 @@
-"""Ways of gradients between stages: to the stages that made the values, and to the inputs of the model."""
+"""Routing of gradients between stages and to the model's inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def graph_leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     # Microbatches are parts of one tensor: with `detach()` a module that writes to its part would change them all in
-    # the eyes of autograd, and the backward of those before it would be refused.
+    # the eyes of autograd, and the backward of those before it would raise an error.
     return value.detach().requires_grad_() if value.requires_grad else value.data
 
 

@@ -1,6 +1,6 @@
 """Exchange of facts between ranks, and the handshake of a schedule before its first step.
 
-Ranks that are about to do different things would wait for each other for ever. So they first tell each other, through
+Ranks that are about to do different things would wait for each other forever. So they first exchange, through
 the store of their process group, what they have: each fact is a name and a short text. A difference is an error that
 names the fact and the ranks. Long facts are compared by their `digest`.
 """
@@ -165,7 +165,7 @@ class Handshake:
         if self._pipeline is not None:
             self.reported = _compare(self._pipeline, facts, {**own, **_facts_of_ties(ties, held)})
             self._pipeline = None
-        _refuse_other_values(ties, held)
+        _check_same_values(ties, held)
         same_stages = {"stages of a rank and its copies": str([stage.stage_index for stage in stages])}
         while self._copies:
             _compare(self._copies.pop(0), {**facts, **own, **same_stages}, {})
@@ -182,7 +182,7 @@ def _compare(way: Exchange, facts: Mapping[str, str], own: Mapping[str, str]) ->
     lines = differences(every) + differences(partial, absent=None)
     if lines:
         raise DisagreementError(
-            "the ranks are not about to do the same thing:\n"
+            "the ranks disagree:\n"
             + "".join(f"  {line}\n" for line in lines)
             + "Make the pipe and the schedule in the same way on every rank."
         )
@@ -221,7 +221,7 @@ def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:
     return facts
 
 
-def _refuse_other_values(ties: Sequence[Tie], stages: Stages) -> None:
+def _check_same_values(ties: Sequence[Tie], stages: Stages) -> None:
     """Raise if holders of a tied parameter in this process are different objects with different values."""
     for tie in ties:
         held = tie.held(stages)

@@ -14,14 +14,14 @@ from ..pipe_ir import PipeInfo, TracedCall, active_autocast, bind_inputs, flatte
 from ..schedule import Plan
 from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, cut_rows, split_by_dims, split_by_specs
 from .connection import EVAL, STEP, Connection
-from .examples import check_given, refuse_unknown
+from .examples import check_given, check_known_kwargs
 from .loss import Objective, Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
 from .state import StepState
 from .targets import cut_target
 from .transport import Meta
 
 _Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
-_STEPS_WITH_A_LOOK = 8  # at the labels, for which an accelerator waits
+_STEPS_THAT_CHECK_LABELS = 8  # not more: an accelerator has to wait for the check
 _KNOWN_CALLS = 64  # kinds of calls that are remembered
 _NO_WEIGHT = as_integer(-1.0)
 
@@ -41,7 +41,7 @@ class Given:
 
 
 class InputCutter:
-    """Cuts the arguments of a step, and tells all ranks the sizes of the microbatches."""
+    """Cuts the arguments of a step, and sends all ranks the sizes of the microbatches."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class InputCutter:
         self.microbatches = plan.microbatches
         self.first = plan.placement.rank_of[0]
         self.last = plan.placement.rank_of[plan.stages - 1]
-        self._steps_with_a_look = _STEPS_WITH_A_LOOK
+        self._steps_that_check_labels = _STEPS_THAT_CHECK_LABELS
         self._known: dict[Any, _Recipe] = {}
 
     def make(self, given: Given) -> dict[int, StepState]:
         """Return the state in which each rank that is here begins the step."""
         if self.info is None and given.kwargs:
-            refuse_unknown(self.stages, given.kwargs)
+            check_known_kwargs(self.stages, given.kwargs)
         calls = self._calls(given) if self.first in self.connection.ranks else None
         shared = self._share(given.training, calls)
         states = {}
@@ -111,7 +111,7 @@ class InputCutter:
         return calls
 
     def _share(self, training: bool, calls: _Calls | None) -> _Shared:
-        """Tell all ranks the kind of the step, and a row of numbers for each microbatch."""
+        """Share with all ranks the kind of the step, and a row of numbers for each microbatch."""
         width = 2 + (1 if self.info is None else len(self.info.call.dims))
         # Every rank draws a seed, and that of the first stage is used: so their generators stay in step.
         seed = 0 if self.seeds is None else self.seeds.next(training=training)
@@ -139,13 +139,13 @@ class InputCutter:
         """Return the weights that only the rank of the first stage can know, from the arguments of the model."""
         if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None
-        looks = training and self._steps_with_a_look > 0 and self.objective.loss_fn is None
+        looks = training and self._steps_that_check_labels > 0 and self.objective.loss_fn is None
         if self.weighing is None and not looks:
             return None
         signature = self.info.call.signature
         named = [by_name(signature, *call) for call in zip(calls.args, calls.kwargs, strict=True)]
         if self.weighing is None:
-            self._steps_with_a_look = 0 if warned_of_uneven_labels(named) else self._steps_with_a_look - 1
+            self._steps_that_check_labels = 0 if warned_of_uneven_labels(named) else self._steps_that_check_labels - 1
             return None
         return self.weighing.of(named, training=training)
 
@@ -263,7 +263,7 @@ def _bind_microbatches(
         except InputError as error:
             if made.sizes is None or len(made.sizes) == 1:
                 raise
-            if call.dims:  # many sizes fit: if the whole call does not, its own error tells more
+            if call.dims:  # many sizes fit: if the whole call does not, its own error says more
                 bind_inputs(call, args, kwargs)
             raise InputError(_misfit(error, made.sizes, made.dims, nth)) from error
     return bound

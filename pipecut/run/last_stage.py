@@ -41,7 +41,7 @@ class LastStage:
         if state.keep_results:
             result = output.detach() if type(output) is Tensor else _detached(output)
             if not state.results:
-                self._refuse_unmergeable(result, microbatch, state)
+                self._check_mergeable(result, microbatch, state)
             state.results[microbatch] = result
         if state.training:
             flight.result = None
@@ -69,7 +69,7 @@ class LastStage:
         weights = state.weights or state.samples
         return torch.full_like(loss, weights[microbatch] / sum(weights) if self.scale_gradients else 1.0)
 
-    def _refuse_unmergeable(self, result: Any, microbatch: int, state: StepState) -> None:
+    def _check_mergeable(self, result: Any, microbatch: int, state: StepState) -> None:
         """Raise on an output that cannot be merged, before there are gradients; one like the last is not tried."""
         samples = state.samples[microbatch]
         if _has_a_row_per_sample([result], [samples], state):

@@ -17,7 +17,7 @@ from ..errors import InputError, MissingTargetError, PipeError, PipeWarning
 from ..pipe_ir import PipeInfo
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-WAYS = (
+HOW_TO_GET_A_LOSS = (
     "make the schedule with loss_fn=, a function of (output, target) or of the output only; or use a model whose "
     "output holds its loss: as `loss`, as the first of a tuple, or as all there is, one number"
 )
@@ -25,7 +25,9 @@ WAYS = (
 
 @dataclass
 class Objective:
-    """The way to the loss. A loss_fn that takes one argument gets the output; without loss_fn the model has its own.
+    """Loss of a microbatch, from loss_fn or the model's own output.
+
+    A loss_fn that takes one argument gets the output; without loss_fn the model has its own.
 
     >>> import torch
     >>> two, three = torch.tensor(2.0), torch.tensor(3.0)
@@ -64,7 +66,9 @@ class Objective:
         """Raise on a target that nobody would look at, and on a step without the one that is needed."""
         if self.loss_fn is None:
             if training and target is not None:
-                raise InputError(f"a training step needs a loss: {WAYS}. There is a target, and no loss_fn to take it")
+                raise InputError(
+                    f"a training step needs a loss: {HOW_TO_GET_A_LOSS}. There is a target, and no loss_fn to take it"
+                )
             return
         least, most = self._places(loss_kwargs)
         if target is not None and most < 2:
@@ -94,10 +98,12 @@ class Objective:
         if isinstance(loss, Tensor) and loss.dim() == 0 and (loss.is_floating_point() or not self.is_own):
             return loss
         if self.is_own and loss is None:
-            raise InputError(f"a training step needs a loss, and {_lack(output)}: {WAYS}")
+            raise InputError(f"a training step needs a loss, and {_lack(output)}: {HOW_TO_GET_A_LOSS}")
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         if self.is_own:
-            raise InputError(f"the loss in the output of the model is {got} for microbatch {microbatch}: {WAYS}")
+            raise InputError(
+                f"the loss in the output of the model is {got} for microbatch {microbatch}: {HOW_TO_GET_A_LOSS}"
+            )
         raise InputError(
             f"loss_fn returned {got} for microbatch {microbatch}; it must return one number, a tensor without dims: "
             "take its mean, or its sum with scale_grads=False"
@@ -192,7 +198,7 @@ class Weighing:
             raise InputError("loss_weight is 0 for every microbatch: the loss of such a batch is not defined")
         return weights
 
-    def refuse_losses_without(self, weights: Sequence[float] | None) -> None:
+    def check_no_losses_without(self, weights: Sequence[float] | None) -> None:
         """Raise if there are losses after all, though the labels to weigh them by were not found."""
         if weights is None:
             raise InputError(
@@ -279,7 +285,7 @@ def from_integer(bits: int) -> float:
 # The losses of a step.
 
 
-NUMBERS = 2  # how many integers tell the mean: the count of losses, and the bits of their mean
+NUMBERS = 2  # how many integers describe the mean: the count of losses, and the bits of their mean
 
 
 @dataclass(frozen=True)
@@ -304,7 +310,7 @@ class Losses:
         """Return integers for `mean_from` on other ranks."""
         return [len(self.of), as_integer(self.total(scaled))]
 
-    def refuse_nan(self, scaled: bool) -> None:
+    def check_no_nan(self, scaled: bool) -> None:
         """Raise on a NaN: the gradients of such a loss are of no use."""
         losses = self.in_order()
         if losses and bool(torch.stack([loss.float() for loss in losses]).isnan().any()):

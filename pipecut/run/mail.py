@@ -99,7 +99,7 @@ class Mail:
         ends = (source, target)
         if self.parcels.are_learnt:
             kind = Kind(ends, state.sizes[microbatch], state.training)
-            self.parcels.tell(kind, self.transport, self.rank_of[target], parcel)
+            self.parcels.send_description_if_new(kind, self.transport, self.rank_of[target], parcel)
         contents = self.contents(ends, microbatch, state)
         training = state.training
         for place, (tensor, meta) in enumerate(zip(parcel, contents.metas, strict=True)):
@@ -110,10 +110,10 @@ class Mail:
                 continue
             alike = tensor.shape == meta.whole_shape and tensor.dtype == meta.dtype
             if not (asked_for and alike and placement_of(MeshLayout.of(tensor)) == placement_of(meta.on_mesh)):
-                self._refuse(ends, place, tensor, meta)
+                self._raise_mismatch(ends, place, tensor, meta)
         return contents
 
-    def _refuse(self, ends: Ends, place: int, tensor: Tensor, meta: Meta) -> None:
+    def _raise_mismatch(self, ends: Ends, place: int, tensor: Tensor, meta: Meta) -> None:
         (source, target), got = ends, Meta.of(tensor)
         raise PipeError(
             f"{self.parcels.names(ends)[place]}, which goes from stage {source} to stage {target}, is {got} here, and "

@@ -160,7 +160,7 @@ class TracedParcels:
     def learn(self, kind: Kind, transport: Transport, peer: int) -> None:
         """Do nothing: everything is known."""
 
-    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
+    def send_description_if_new(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Do nothing: everything is known."""
 
 
@@ -209,7 +209,7 @@ class LearntParcels:
         if kind not in self._known:
             self._known[kind] = receive_description(transport, peer)
 
-    def tell(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
+    def send_description_if_new(self, kind: Kind, transport: Transport, peer: int, parcel: Sequence[Tensor]) -> None:
         """Send a description before a parcel that is not known, unless it goes to a stage of this rank."""
         if kind in self._known:
             return

@@ -2,7 +2,7 @@
 
 Without a loss_fn it is up to the model's output whether a step trains. The rank of the last stage sees the output, and
 no backward can have begun anywhere before it does. So one microbatch goes through all stages first, the loss probe; the
-last rank tells the others whether there was a loss; and then all run the rest, with the backwards or without.
+last rank informs the others whether there was a loss; and then all run the rest, with the backwards or without.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..errors import PipeWarning, StepError
 from ..schedule import RECEIVES, Action, Op, Plan, Span, Walk
 from ..torch_internals import profiler_is_on
 from .executor import Executor, Handler, finish_together
-from .failure import BEGIN, END, Alarm, Failure, describe, step_error
-from .loss import WAYS, Objective
+from .failure import BEGIN, END, Failure, FailureReports, describe, step_error
+from .loss import HOW_TO_GET_A_LOSS, Objective
 from .state import StepState
 from .transport import Meta
 
@@ -59,9 +59,9 @@ def _run_timed(rank: int, action: Action, handler: Handler, state: StepState) ->
 class RankRunner:
     """Runs one rank of the plan, which this process is."""
 
-    def __init__(self, executor: Executor, plan: Plan, alarm: Alarm | None) -> None:
+    def __init__(self, executor: Executor, plan: Plan, failure_reports: FailureReports | None) -> None:
         self.executor = executor
-        self.alarm = alarm
+        self.failure_reports = failure_reports
         self.rank = executor.transport.rank
         self.row = [action for action in plan.actions[self.rank] if action is not None]
         self.probe = loss_probe_of(plan)
@@ -116,9 +116,9 @@ class RankRunner:
 
     def _failed(self, action: Action | None, error: Exception, where: str, state: StepState) -> StepError:
         failure = _failure_of(self.executor, action, error, where, state)
-        if self.alarm is None:
+        if self.failure_reports is None:
             return step_error(str(failure), error)
-        return self.alarm.raise_on_all(failure, error)
+        return self.failure_reports.raise_on_all(failure, error)
 
 
 class _PostedAhead:
@@ -153,7 +153,7 @@ class _PostedAhead:
             self.posted += 1
 
     def reached(self, action: Action, state: StepState) -> None:
-        """Post a receive whose turn has come, unless it is posted."""
+        """Post a receive whose turn it is, unless it is posted."""
         if self.posted == self.passed:
             self.mail.post(action, state)
             self.sizes.append(0)
@@ -317,7 +317,7 @@ class LossProbing:
             warnings.warn(
                 "step() has run forwards only, and no gradients were computed: there is neither a loss_fn nor a "
                 "target, and the output of the model holds no loss (were the labels passed?). To evaluate, call "
-                f"eval(); to train, {WAYS}",
+                f"eval(); to train, {HOW_TO_GET_A_LOSS}",
                 PipeWarning,
                 stacklevel=4,  # the user's call of step()
             )

@@ -83,7 +83,7 @@ class PipelineSchedule:
       is used. So the numbers follow from `torch.manual_seed()`, the stages and the microbatches, and not from the
       schedule, nor from how many ranks there are. They are not those of the uncut model.
     - "as_uncut": each microbatch has one stream for all stages: the numbers are those of the uncut model that runs one
-      microbatch after the other under `pipecut.random_streams()`. How far a stream has come goes along from stage to
+      microbatch after the other under `pipecut.random_streams()`. The position of a stream goes along from stage to
       stage, some 5 kB for each microbatch; an accelerator waits for it.
     - "per_process": the default generators of each process, in the order in which things run there.
 
@@ -221,10 +221,10 @@ class PipelineSchedule:
     def _run(self, given: Given) -> Any:
         try:
             if not self._connection.handshake.is_done:
-                self._shake_hands()
+                self._run_handshake()
             self._check_given(given)
             for stage in self.stages:
-                stage.refuse_new_wrappers()
+                stage.check_no_new_wrappers()
             runner = self._runner(given.training)
             states = self._cutter.make(given)
         except Exception as error:
@@ -245,14 +245,14 @@ class PipelineSchedule:
             given.losses[:] = self._losses.in_order()
         try:
             if self._weighing is not None and last.losses:
-                self._weighing.refuse_losses_without(last.weights)
+                self._weighing.check_no_losses_without(last.weights)
             if trains and self.check_loss:
-                self._losses.refuse_nan(self.scale_grads)
+                self._losses.check_no_nan(self.scale_grads)
             return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
         except Exception as error:
             raise self._connection.failed(error, END) from error
 
-    def _shake_hands(self) -> None:
+    def _run_handshake(self) -> None:
         """Compare with the other ranks what is about to be run."""
         weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
         options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
@@ -315,7 +315,7 @@ class _Assembly:
             install(executor, self.custom)
         if self.connection.in_process:
             return LocalRunner(executors, lowered)
-        return RankRunner(executors[0], lowered, self.connection.alarm)
+        return RankRunner(executors[0], lowered, self.connection.failure_reports)
 
     def _lowered(self, plan: Plan) -> Plan:
         """Lower a plan, with sharding where a stage of this rank has copies; messages stay the same."""

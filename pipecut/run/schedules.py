@@ -65,8 +65,8 @@ class FamilySchedule(PipelineSchedule):
         if family is None:
             names = ", ".join(FAMILIES)
             raise InputError(f"{cls.__name__} has no plan of its own: use one of {names}, or PlannedSchedule")
-        if family.refuses_compiled:
-            refuse_compiled(stages, cls.__name__)
+        if family.forbids_compiled:
+            check_not_compiled(stages, cls.__name__)
         total = stages[0].num_stages
         if family.chunks == 2 and not family.any_chunks and len(stages) not in (2, total):
             raise InputError(
@@ -87,7 +87,7 @@ class FamilySchedule(PipelineSchedule):
         return stages[0].group_size if is_initialized() and not one_stage_each else stages[0].num_stages
 
 
-def refuse_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
+def check_not_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
     """Raise on stages that are compiled as a whole, for a schedule that computes weight gradients later."""
     for stage in stages:
         if type(getattr(stage, "submod", None)).__name__ == "OptimizedModule":

@@ -1,4 +1,4 @@
-"""The state of one step on one rank: its microbatches, the values on their way, and what the step has made so far."""
+"""The state of one step on one rank: its microbatches, the values in transit, and what the step has made so far."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepState:
     losses: dict[int, Tensor] = field(default_factory=dict)
     loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it
 
-    # Values on their way between stages.
+    # Values in transit between stages.
     activations: dict[Key, Arrival] = field(default_factory=dict)
     gradients: dict[Key, Arrival] = field(default_factory=dict)
     outgoing: dict[Key, list[Tensor]] = field(default_factory=dict)

@@ -46,7 +46,7 @@ def cut_target(
     ]
     counted = [part for part in parts if part.rows is not None]
     _check_order(counted, in_order)
-    _refuse_doubtful(counted, samples)
+    _check_rows(counted, samples)
     columns = [part.cut(samples) for part in parts]
     return [unflatten(structure, [column[nth] for column in columns]) for nth in range(len(samples))]
 
@@ -101,7 +101,7 @@ def _check_order(parts: Sequence[_Leaf], in_order: bool) -> None:
             )
 
 
-def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
+def _check_rows(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
     """Raise unless every tensor has a row per sample, or several without anything that speaks against it."""
     total = sum(samples)
     for part in parts:
@@ -115,12 +115,12 @@ def _refuse_doubtful(parts: Sequence[_Leaf], samples: Sequence[int]) -> None:
     # What has a row for each sample is not in doubt.
     guessed = [part for part in parts if part.by_default and part.rows != total]
     if len(samples) > 1 and guessed:
-        _refuse_one_beside_others(guessed[0], parts, total)
+        _check_rows_agree(guessed[0], parts, total)
         if all(part.by_default and part.has_elsewhere(total) for part in parts):
-            _refuse_samples_elsewhere(guessed[0], total)
+            _raise_samples_elsewhere(guessed[0], total)
 
 
-def _refuse_one_beside_others(part: _Leaf, parts: Sequence[_Leaf], total: int) -> None:
+def _check_rows_agree(part: _Leaf, parts: Sequence[_Leaf], total: int) -> None:
     """Raise on several rows per sample beside another number: it may be a table that belongs to all samples."""
     other = next((one for one in parts if one.rows != part.rows), None)
     if other is None or part.rows is None:
@@ -134,7 +134,7 @@ def _refuse_one_beside_others(part: _Leaf, parts: Sequence[_Leaf], total: int) -
     )
 
 
-def _refuse_samples_elsewhere(part: _Leaf, total: int) -> None:
+def _raise_samples_elsewhere(part: _Leaf, total: int) -> None:
     """Raise on several rows per sample if the samples may be in another dim, as where a model returns them there."""
     dim = list(part.value.shape).index(total, 1)
     raise InputError(

@@ -61,7 +61,7 @@ def ties_of_pipe(info: PipeInfo) -> tuple[Tie, ...]:
     return tuple(Tie(tie.names[0], dict.fromkeys(tie.stages, tie.names)) for tie in info.tied_parameters)
 
 
-def _refuse_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
+def _check_not_partly_frozen(tie: Tie, frozen: Iterable[int], trained: Iterable[int]) -> None:
     """Raise if some holders are frozen and others are not: a gradient of some only would pull them apart."""
     frozen, trained = sorted(frozen), sorted(trained)
     if frozen and trained:
@@ -107,10 +107,10 @@ class _Holders:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def refuse_partly_frozen(self) -> None:
+    def check_not_partly_frozen(self) -> None:
         """Raise if some holders of this rank are frozen and others are not."""
         trained = {stage: parameter.requires_grad for stage, parameter in self._held}
-        _refuse_partly_frozen(
+        _check_not_partly_frozen(
             self.tie, [stage for stage in trained if not trained[stage]], [stage for stage in trained if trained[stage]]
         )
 
@@ -186,7 +186,7 @@ class DistributedTies:
 
     def begin(self) -> None:
         for holders in self.holders.values():
-            holders.refuse_partly_frozen()
+            holders.check_not_partly_frozen()
         for holders in self.holders.values():
             holders.set_aside()
 
@@ -210,7 +210,7 @@ class DistributedTies:
                 (other,) = self.transport.receive(message.source, [holders.meta]).wait()
                 total = total + other if message.is_added and total is not None else other
         frozen = [stage for stage in holders.tie.stages if known[self.placement.rank_of[stage]] == _FROZEN]
-        _refuse_partly_frozen(holders.tie, frozen, set(holders.tie.stages) - set(frozen))
+        _check_not_partly_frozen(holders.tie, frozen, set(holders.tie.stages) - set(frozen))
         holders.give(total)
 
     def finish(self) -> None:
@@ -227,13 +227,13 @@ class LocalTies:
 
     def begin(self) -> None:
         for holders in self.holders:
-            holders.refuse_partly_frozen()
+            holders.check_not_partly_frozen()
         for holders in self.holders:
             if len(holders.parameters) > 1 and not holders.is_waiting:
                 holders.set_aside()
 
     def sum(self, number: int) -> None:
-        """Do nothing yet: other ranks may not have come to it."""
+        """Do nothing yet: other ranks may not have reached it."""
 
     def finish(self) -> None:
         for holders in self.holders:
@@ -265,9 +265,9 @@ def declared_ties(declared: _Declared, stages: Iterable[PipelineStage]) -> tuple
     ties = tuple(_checked(f"ties[{number}]", tie, total) for number, tie in enumerate(declared))
     holders: dict[object, str] = {}
     for number, tie in enumerate(ties):
-        _refuse_unknown(f"ties[{number}]", tie, here)
-        _refuse_shapes(f"ties[{number}]", tie, here)
-        _refuse_twice(f"ties[{number}]", tie, here, holders)
+        _check_known(f"ties[{number}]", tie, here)
+        _check_same_shape(f"ties[{number}]", tie, here)
+        _check_tied_once(f"ties[{number}]", tie, here, holders)
     return ties
 
 
@@ -283,7 +283,7 @@ def _checked(where: str, tie: Any, total: int) -> Tie:
     return Tie(f"{tie[first]} of stage {first}", {stage: (name,) for stage, name in sorted(pairs)})
 
 
-def _refuse_unknown(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
+def _check_known(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
     for stage, (name,) in tie.names.items():
         if stage not in here:
             continue
@@ -292,14 +292,14 @@ def _refuse_unknown(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> 
             raise InputError(f"{where}: stage {stage} has no parameter {name!r}.{did_you_mean(name, known)}")
 
 
-def _refuse_shapes(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
+def _check_same_shape(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> None:
     shapes = {stage: tensor_text(parameter) for stage, parameter in tie.held(here)}
     if len(set(shapes.values())) > 1:
-        told = ", ".join(f"{tie.names[stage][0]} of stage {stage} is {shape}" for stage, shape in shapes.items())
-        raise InputError(f"{where} cannot be one parameter: {told}")
+        shapes_text = ", ".join(f"{tie.names[stage][0]} of stage {stage} is {shape}" for stage, shape in shapes.items())
+        raise InputError(f"{where} cannot be one parameter: {shapes_text}")
 
 
-def _refuse_twice(where: str, tie: Tie, here: Mapping[int, PipelineStage], holders: dict[object, str]) -> None:
+def _check_tied_once(where: str, tie: Tie, here: Mapping[int, PipelineStage], holders: dict[object, str]) -> None:
     """Raise on a parameter in two ties: it would be summed twice. It may have two names in a stage."""
     keys = {(stage, name): f"{name} of stage {stage}" for stage, (name,) in tie.names.items()}
     objects = {id(parameter): f"{tie.names[stage][0]} of stage {stage}" for stage, parameter in tie.held(here)}

@@ -1,4 +1,4 @@
-"""Schedules as plans: the actions of every rank in one training step, from whole numbers and without torch.
+"""Schedules as plans: the actions of every rank in one training step, from integers and without torch.
 
 Plans are made by name or searched, lowered to messages, proven, simulated and drawn. Read action.py and plan.py
 first, then rules.py, the dependencies between actions, and walk.py, the one way through a plan. Schedules are in

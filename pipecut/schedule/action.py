@@ -135,7 +135,7 @@ def parse_action(text: str) -> Action | None:
     True
     """
     if not isinstance(text, str):
-        raise PlanError(f"{text!r} is no text of an action. Write it like {_EXAMPLES}.")
+        raise PlanError(f"{text!r} is not the text of an action. Write it like {_EXAMPLES}.")
     text = text.strip()
     if not text:
         return None
@@ -145,26 +145,30 @@ def parse_action(text: str) -> Action | None:
     texts = [part.strip() for part in match["parts"].split(";")]
     parts = [_parse_simple(part) for part in texts if part]
     if len(parts) < len(texts) or any(part.op not in COMPUTE for part in parts):
-        raise PlanError(f"'{text}' is no action: an overlap has parts, each F, I, W or B, as in (1F1;2B0)OVERLAP_F_B.")
+        raise PlanError(
+            f"'{text}' is not an action: an overlap has parts, each F, I, W or B, as in (1F1;2B0)OVERLAP_F_B."
+        )
     return overlap(*parts)
 
 
 def _parse_simple(text: str) -> Action:
     match = _SIMPLE.fullmatch(text)
     if not match or match["op"] == Op.OVERLAP_F_B:
-        raise PlanError(f"'{text}' is no action. Write it like {_EXAMPLES}.")
+        raise PlanError(f"'{text}' is not an action. Write it like {_EXAMPLES}.")
     op = _OPS.get(match["op"])
     if op is None:
         near = did_you_mean(match["op"], _OPS)
-        raise PlanError(f"'{text}' is no action: there is no '{match['op']}'.{near} Known are {', '.join(_OPS)}.")
+        raise PlanError(f"'{text}' is not an action: there is no '{match['op']}'.{near} Known are {', '.join(_OPS)}.")
     if op in _NUMBERED and match["number"] is None:
         numbered = "tie" if op is Op.REDUCE_TIES else "microbatch"
-        raise PlanError(f"'{text}' is no action: {op} needs the number of a {numbered}, as in {match['stage']}{op}0.")
+        raise PlanError(
+            f"'{text}' is not an action: {op} needs the number of a {numbered}, as in {match['stage']}{op}0."
+        )
     if op in WHOLE_STAGE and match["number"] is not None:
-        raise PlanError(f"'{text}' is no action: {op} is for a whole stage; write {match['stage']}{op}.")
+        raise PlanError(f"'{text}' is not an action: {op} is for a whole stage; write {match['stage']}{op}.")
     if match["arrow"] != _ARROW.get(op) and match["arrow"] is not None:
         raise PlanError(
-            f"'{text}' is no action: a peer is written -> after a send and <- after a receive, nowhere else."
+            f"'{text}' is not an action: a peer is written -> after a send and <- after a receive, nowhere else."
         )
     stage, number = int(match["stage"]), None if match["number"] is None else int(match["number"])
     return Action(stage, op, number) if match["peer"] is None else transfer(op, stage, number, int(match["peer"]))

@@ -102,7 +102,7 @@ def _kinds(predicted: list[Span], seen: list[Span]) -> Iterable[Line]:
 
 
 def _times_of(op: Op, spans: list[Span]) -> list[float]:
-    """Return the times of actions of a kind; the sum of a tie begins when the last of its ranks has come."""
+    """Return the times of actions of a kind; the sum of a tie begins when the last of its ranks arrives."""
     found = [span for span in spans if span.action.op is op]
     if op is not Op.REDUCE_TIES:
         return [span.end - span.start for span in found]

@@ -133,7 +133,7 @@ class Costs:
         return _message_time(self.transfer, 0 if self.message_bytes is None else self.message_bytes, ranks, edge)
 
     def tie_time(self, plan: Plan, number: int) -> float:
-        """Return the time of the sum of a tie, once all its ranks have come to it."""
+        """Return the time of the sum of a tie, once all its ranks have reached it."""
         if self.tie_bytes is None:
             return 0.0
         if number >= len(self.tie_bytes):
@@ -270,7 +270,7 @@ def checked_number(name: str, value: object, *, allow_negative: bool = False, al
     (18.0, inf)
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise PlanError(f"{name}={value!r} is no number: give one such as 18.5.")
+        raise PlanError(f"{name}={value!r} is not a number: give one such as 18.5.")
     try:
         number = float(value)
     except OverflowError:

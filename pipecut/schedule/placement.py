@@ -49,11 +49,11 @@ class Placement:
         wrong = [number for number in numbers if not isinstance(number, int) or isinstance(number, bool)]
         if wrong:
             raise PlanError(
-                f"The placement has {wrong[0]!r}: stages and ranks are whole numbers, as in {{0: 0, 1: 1, 2: 0}}."
+                f"The placement has {wrong[0]!r}: stages and ranks are integers, as in {{0: 0, 1: 1, 2: 0}}."
             )
         by_stage = dict(rank_of) if isinstance(rank_of, Mapping) else dict(enumerate(rank_of))
-        _refuse_gaps("stage", by_stage)
-        _refuse_gaps("rank", by_stage.values())
+        _check_no_gaps("stage", by_stage)
+        _check_no_gaps("rank", by_stage.values())
         return cls(tuple(by_stage[stage] for stage in range(len(by_stage))))
 
     @property
@@ -75,7 +75,7 @@ class Placement:
         return tuple(map(tuple, held))
 
 
-def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
+def _check_no_gaps(what: str, numbers: Collection[int]) -> None:
     missing = first_missing(numbers)
     has_gap = not numbers or missing < max(numbers)
     if has_gap or min(numbers) < 0:
@@ -84,7 +84,7 @@ def _refuse_gaps(what: str, numbers: Collection[int]) -> None:
 
 
 def first_missing(numbers: Collection[int]) -> int:
-    """Return the smallest whole number from 0 up that is not there: the next one, if there is no gap.
+    """Return the smallest integer from 0 up that is missing: the next one, if there is no gap.
 
     >>> first_missing([0, 1, 5]), first_missing([2, 0, 1])
     (2, 3)
@@ -94,7 +94,7 @@ def first_missing(numbers: Collection[int]) -> int:
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise unless the sizes are whole numbers from 1 up."""
+    """Raise unless the sizes are integers from 1 up."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise PlanError(f"{name}={size!r}: give a whole number of {name}, 1 or more.")
+            raise PlanError(f"{name}={size!r}: give an integer number of {name}, 1 or more.")

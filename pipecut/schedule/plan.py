@@ -182,7 +182,9 @@ def _rows(actions: Mapping[int, Iterable[_Given]] | Sequence[Iterable[_Given]]) 
         row = []
         for slot, given in enumerate(by_rank.get(rank, ())):
             if given is not None and not isinstance(given, Action | str):
-                raise PlanError(f"Rank {rank}, slot {slot}: {given!r} is no action; give an Action, its text, or None.")
+                raise PlanError(
+                    f"Rank {rank}, slot {slot}: {given!r} is not an action; give an Action, its text, or None."
+                )
             try:
                 row.append(parse_action(given) if isinstance(given, str) else _normal(given))
             except PlanError as error:
@@ -206,17 +208,17 @@ def _placement_of(rows: Rows) -> Placement:
             for leaf in (leaf for action in row if action is not None for leaf in action.leaves):
                 if leaf.op in ops:
                     rank_of.setdefault(leaf.stage, rank)
-    _refuse_left_out("stage", rank_of)
+    _check_none_left_out("stage", rank_of)
     return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 
 
 def _count_microbatches(leaves: Sequence[Action]) -> int:
     numbers = {leaf.microbatch for leaf in leaves if leaf.op in COMPUTE and leaf.microbatch is not None}
-    _refuse_left_out("microbatch", numbers)
+    _check_none_left_out("microbatch", numbers)
     return len(numbers)
 
 
-def _refuse_left_out(what: str, numbers: Collection[int]) -> None:
+def _check_none_left_out(what: str, numbers: Collection[int]) -> None:
     """Raise if a number is left out: they are counted from the actions, and the plan would be another one."""
     missing = first_missing(numbers)
     if not numbers or missing < len(numbers):

@@ -31,7 +31,7 @@ class Family:
     chunks: int  # stages per rank
     any_chunks: bool  # then `chunks` is only the default
     training: bool  # False: forward only
-    refuses_compiled: bool  # it gains nothing with a stage that is compiled as a whole
+    forbids_compiled: bool  # it gains nothing with a stage that is compiled as a whole
     class_name: str
 
     @property
@@ -60,7 +60,7 @@ def schedule(
     chunks: int = 1,
     any_chunks: bool = False,
     training: bool = True,
-    refuses_compiled: bool = False,
+    forbids_compiled: bool = False,
     class_name: str | None = None,
 ) -> Callable[[_MakeRows], _MakeRows]:
     """Register a function from a placement and a number of microbatches to the actions of every rank.
@@ -73,7 +73,7 @@ def schedule(
     `placement` puts the stages on the ranks: `Placement.loop`, `Placement.v`, or any function of the numbers of ranks
     and chunks. `chunks` is the number of stages per rank; with `any_chunks` it is only the default. The class of the
     schedule is named after it, here ScheduleMine, and described by the first line of the docstring. With
-    `refuses_compiled` it takes no stage that is compiled as a whole, with which it would gain nothing.
+    `forbids_compiled` it takes no stage that is compiled as a whole, with which it would gain nothing.
     """
     check_positive(chunks=chunks)
     class_name = class_name or "Schedule" + re.sub(r"\W", "", name)
@@ -82,7 +82,7 @@ def schedule(
         known = FAMILIES.get(_names().get(_plain(name), name))
         if known is not None and _origin(known.make_rows) != _origin(make_rows):  # the same one may come again
             raise PlanError(f"There is a schedule named '{known.name}' already: give '{name}' another name.")
-        FAMILIES[name] = Family(name, make_rows, placement, chunks, any_chunks, training, refuses_compiled, class_name)
+        FAMILIES[name] = Family(name, make_rows, placement, chunks, any_chunks, training, forbids_compiled, class_name)
         return make_rows
 
     return register

@@ -154,7 +154,7 @@ def _leaf_dependencies(action: Action, dataflow: Dataflow, placement: Placement 
         raise PlanError(f"{action} is of no stage: the dataflow has stages 0 to {dataflow.stages - 1}.")
     if op is Op.SEND_F:
         made = (stage, action.other_stage) in dataflow.activations
-        return [Action(stage, Op.FORWARD, microbatch)] if made else []  # an input of the model is there from the start
+        return [Action(stage, Op.FORWARD, microbatch)] if made else []  # an input of the model needs no forward
     if op is Op.SEND_B:
         return [Action(stage, Op.BACKWARD_INPUT, microbatch)]
     if action.is_transfer:

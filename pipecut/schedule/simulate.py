@@ -58,7 +58,7 @@ class _Work(NamedTuple):
 class _Clock:
     """The time on every rank, and when each message arrives.
 
-    The values of its own rank are there once the rank is free, so that only messages are looked up.
+    The values of its own rank are available once the rank is free, so that only messages are looked up.
     """
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
@@ -114,7 +114,7 @@ class _Clock:
         self.makers[message] = self.last[rank]
 
     def _sum_tie(self, rank: int, action: Action) -> None:
-        """Sum a tie: no rank of it goes on before the last has come; the walk brings all of them here."""
+        """Sum a tie: no rank of it goes on before the last arrives; the walk brings all of them here."""
         tie = action.microbatch or 0
         if tie not in self.summed:
             self.summed.add(tie)

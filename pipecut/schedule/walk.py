@@ -1,6 +1,6 @@
 """Walk a plan in an order that its dependencies allow, every message meeting its receiver.
 
-A send and its receive happen together, when both ranks have come to them: nothing is buffered. So a plan that can be
+A send and its receive happen together, when both ranks have reached them: nothing is buffered. So a plan that can be
 walked to its end cannot deadlock, whatever the network buffers, and one that cannot is stuck at known places. Lowering,
 the simulator, the drawings and the proof go through a plan here and nowhere else.
 """
@@ -78,7 +78,7 @@ class Ledger:
         return self.offsets.setdefault((op, stage, other), len(self.offsets) * self.microbatches)
 
     def ready(self, action: Action) -> bool:
-        """Return True if everything is there that a computation or a transfer needs."""
+        """Return True if all inputs of a computation or a transfer are available."""
         needs = self.entries[action.op, action.stage, action.peer].needs
         return all(self.done[offset + (action.microbatch or 0)] for offset in needs)
 
@@ -114,7 +114,7 @@ class Walk:
             rank, slot = unknown
             raise PlanError(
                 f"The plan '{plan.name}' cannot run: rank {rank} cannot do {plan.actions[rank][slot]} (slot {slot}). "
-                "plan.validate() tells why."
+                "Call plan.validate() for the reason."
             )
 
     @property
@@ -129,12 +129,12 @@ class Walk:
         for rank, slot in self.stuck.items():
             raise PlanError(
                 f"The plan '{plan.name}' cannot run past {plan.actions[rank][slot]} on rank {rank} (slot {slot}). "
-                "plan.validate() tells why."
+                "Call plan.validate() for the reason."
             )
         forward = {Op.FORWARD, Op.SEND_F, Op.RECV_F}
         wanted = sum(plan.training or op in forward for op, _, _ in self._ledger.offsets)
         if complete and self._ledger.done.count(1) != wanted * plan.microbatches:
-            raise PlanError(f"The plan '{plan.name}' is not complete. plan.validate() tells what is missing.")
+            raise PlanError(f"The plan '{plan.name}' is not complete. Call plan.validate() to see what is missing.")
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         rows, places, messages = self.plan.actions, self.places, self._messages
@@ -145,7 +145,7 @@ class Walk:
             moved = False
             for rank in live:
                 if messages[rank] is not None:
-                    continue  # it goes on when the others of the message have come
+                    continue  # it goes on when the others of the message have arrived
                 row, place = rows[rank], places[rank]
                 if place == len(row):
                     continue
@@ -206,7 +206,7 @@ class Walk:
         return True
 
     def _sum_of_tie(self, rank: int, action: Action) -> list[tuple[int, Action]]:
-        """Let a rank come to the sum of a tie; it happens on all its ranks once the last of them has come."""
+        """Let a rank reach the sum of a tie; it happens on all its ranks once the last of them arrives."""
         message, ranks = -1 - (action.microbatch or 0), self.ranks_of(rank, action)
         self._messages[rank] = message
         if any(self._messages[each] != message for each in ranks):
@@ -240,7 +240,7 @@ class MessageWalk:
         self.places = [0] * len(messages)
 
     def at(self, rank: int) -> int | None:
-        """Return the message that a rank has come to."""
+        """Return the message that a rank has reached."""
         place = self.places[rank]
         return self.messages[rank][place] if place < len(self.messages[rank]) else None
 

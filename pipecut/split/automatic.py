@@ -17,10 +17,10 @@ from .points import SplitPlan
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
 _SLACK = 0.03
 
-# One block that is longer than the mean stage by this factor is worth a word.
+# One block that is longer than the mean stage by this factor triggers a warning.
 _DOMINANT = 1.25
 
-# It is to blame if it is this much of what the busiest rank does.
+# It is named as the cause if it is this much of the work of the busiest rank.
 _BLAMED = 0.75
 
 

@@ -14,7 +14,7 @@ from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
 from ..torch_internals import backward_hooks, buffers_of, children_of, forward_hooks, parameters_of, unsaved_buffers
 from .codegen import Function
 from .program import Piece, walk
-from .state import Holdings, References, referred_to, refuse_changing
+from .state import Holdings, References, check_references_unchanged, referred_to
 
 _file_numbers = itertools.count()
 
@@ -26,7 +26,7 @@ def build_stage_module(
     model = traced.model
     present = _present(model, holdings)
     absent = [module for module in model.modules() if module not in present]
-    refuse_changing(model, index, present, references, traced.assigned_attributes)
+    check_references_unchanged(model, index, present, references, traced.assigned_attributes)
     stage = clone(model, absent, without_tensors=referred_to(model, present, references))
     whole = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
     kept: dict[nn.Module, set[str]] = {}
@@ -45,7 +45,7 @@ def build_stage_module(
 
 
 def _present(model: nn.Module, holdings: Holdings) -> set[nn.Module]:
-    """Return the modules that are there: those held, and all above them."""
+    """Return the modules of a stage: those held, and all above them."""
     owners = {name.rpartition(".")[0] for name in holdings.tensors}
     present = {module for path in holdings.whole for module in model.get_submodule(path).modules()}
     for path in {*holdings.whole, *holdings.pieces, *owners, ""}:
@@ -192,7 +192,7 @@ def hooks_to_trace(traced: TracedModel, programs: Sequence[Piece]) -> set[str]:
     return hooked
 
 
-def refuse_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> None:
+def check_no_backward_hooks(traced: TracedModel, programs: Sequence[Piece]) -> None:
     """Raise if a module that is cut has a backward hook: no stage sees the gradients of all of it."""
     for path in sorted(generated_paths(programs)):
         module = traced.model.get_submodule(path)
@@ -214,7 +214,7 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
         )
 
 
-def refuse_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
+def check_no_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
     """Raise for a cut forward with effects that generated code cannot have."""
     for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
         raise SplitError(

@@ -12,7 +12,7 @@ from .balance import Blocks, Shared
 from .cost import ConcreteCosts, CostFinder, Machine, OperationTimes, Times, bytes_of, operation_flops
 from .points import Cut, Regions, SplitPlan
 
-# Bytes that are there for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.
+# Bytes that are held for each byte of a parameter that is trained: itself, its gradient, and what Adam keeps of it.
 TRAINED_MEMORY_FACTOR = 4.0
 
 
@@ -33,7 +33,7 @@ class _Place:
 class StageCost:
     """Cost of one stage of a cut, for one microbatch; `received` and `sent` are the bytes of all live values.
 
-    `working_bytes` are there for a moment: the gradients that one operation's backward takes and makes.
+    `working_bytes` are held for a moment: the gradients that one operation's backward takes and makes.
     `deferred_bytes` are what weight gradients that are put off need: what weights were multiplied with, and gradients.
     """
 

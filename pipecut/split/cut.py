@@ -14,10 +14,10 @@ import sympy
 from ..pipe_ir import HERE, ModelTracer, RecomputedValue, StageInfo, TracedModel
 from .build import (
     build_stage_module,
+    check_no_backward_hooks,
+    check_no_untraced_effects,
     generated_paths,
     hooks_to_trace,
-    refuse_backward_hooks,
-    refuse_untraced_effects,
     warn_of_assigned_attributes,
 )
 from .codegen import Emitter, Function, Naming, name_values
@@ -49,13 +49,13 @@ def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _Pi
     traced = tracer.trace()
     plan = find_cuts(traced)
     programs = partition(traced, plan.ticks)
-    refuse_backward_hooks(traced, programs)
+    check_no_backward_hooks(traced, programs)
     live_hooks = hooks_to_trace(traced, programs)
     if live_hooks:
         traced = tracer.trace(live_hooks)
         plan = find_cuts(traced)
         programs = partition(traced, plan.ticks)
-    refuse_untraced_effects(traced, programs)
+    check_no_untraced_effects(traced, programs)
     warn_of_assigned_attributes(traced, programs)
     modes = ModeDifferences()
     mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)

@@ -47,7 +47,7 @@ class SplitPlan:
 
 
 def check_split_spec(model: nn.Module, split_spec: object) -> None:
-    """Refuse a split_spec that cannot be meant, before anything is traced."""
+    """Raise on a split_spec that is not valid, before anything is traced."""
     if not isinstance(split_spec, Mapping):
         raise SplitError(f"split_spec must be a dict of module path to SplitPoint, got {type(split_spec).__name__}")
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}

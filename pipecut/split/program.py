@@ -205,7 +205,7 @@ class _Dependencies:
         )
 
     def check_function(self, span: Span) -> None:
-        """Refuse an autograd function whose backward cannot be kept."""
+        """Raise on an autograd function whose backward cannot be kept."""
         hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
         hidden += self._hidden_inputs(span) + self._hidden_outputs(span)
         if hidden:
@@ -217,7 +217,7 @@ class _Dependencies:
             )
 
     def check_branches(self, op: Operation) -> None:
-        """Refuse torch.cond and the like in generated code if their functions have parameters inside."""
+        """Raise on torch.cond and the like in generated code if their functions have parameters inside."""
         for branch in (self.traced.operations[index].constant for index in op.refs):
             if isinstance(branch, GraphModule) and any(node.op == "get_attr" for node in branch.graph.nodes):
                 raise SplitError(

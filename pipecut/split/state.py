@@ -272,7 +272,7 @@ def referred_to(model: nn.Module, present: Iterable[nn.Module], references: Refe
     return {module: path for path, module in model.named_modules() if module in found} if found else {}
 
 
-def refuse_changing(
+def check_references_unchanged(
     model: nn.Module,
     stage: int,
     present: Iterable[nn.Module],

@@ -52,7 +52,7 @@ from .randomness import RandomStream as RandomStream
 from .randomness import StepSeeds as StepSeeds
 from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
-from .replica import refuse_ranks_of_pipeline as refuse_ranks_of_pipeline
+from .replica import check_not_within_pipeline as check_not_within_pipeline
 from .stage import Flight as Flight
 from .stage import Item as Item
 from .stage import PipelineStage as PipelineStage

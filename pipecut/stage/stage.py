@@ -117,7 +117,7 @@ class PipelineStage:
         self._wrapped_parts = wrapped_parts(self.submod)
         self._part_types = part_types(self.submod)
 
-    def refuse_new_wrappers(self) -> None:
+    def check_no_new_wrappers(self) -> None:
         """Raise if a part was wrapped since: its gradients would be averaged at the wrong time, or not at all."""
         types = part_types(self.submod)
         if types != self._part_types and wrapped_parts(self.submod) != self._wrapped_parts:
@@ -349,7 +349,7 @@ def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
         raise InputError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
     for name, value in (("stage_index", stage_index), ("num_stages", num_stages)):
         if not isinstance(value, SupportsIndex):
-            raise InputError(f"{name} is a whole number, got {value!r} ({type(value).__name__}): give an int")
+            raise InputError(f"{name} must be an integer, got {value!r} ({type(value).__name__}): give an int")
     if not 0 <= stage_index < num_stages:
         raise InputError(
             f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"

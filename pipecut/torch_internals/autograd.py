@@ -80,5 +80,5 @@ def is_only_hook(handle: RemovableHandle) -> bool:
 
 
 def profiler_is_on() -> bool:
-    """Return True while a profiler records. The public context managers tell only their own state."""
+    """Return True while a profiler records. The public context managers report only their own state."""
     return torch.autograd.profiler._is_profiler_enabled

@@ -1,7 +1,7 @@
 """Parts of DistributedDataParallel, replicate, fully_shard, meshes and backends that have no public name.
 
 These wrappers average gradients after one backward. A stage has one backward per microbatch, and averages after the
-last: their reducers have to be told.
+last: their reducers have to be notified.
 """
 
 from __future__ import annotations

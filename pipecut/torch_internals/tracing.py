@@ -42,7 +42,7 @@ def traced_operator(frame: FrameType) -> Any | None:
     """Return the operator that the tracer handles in a frame of the stack, None for any other frame.
 
     Questions about sizes that come from within an operator need not be answered by the trace: the operator asks again
-    when it runs. Only the stack tells where a question comes from.
+    when it runs. Only the stack shows where a question comes from.
     """
     code = frame.f_code
     if code.co_name == "proxy_call" and code.co_filename.endswith("proxy_tensor.py"):

@@ -139,7 +139,7 @@ class SavedState:
         self._random = self._random_states()
 
     def begin(self) -> None:
-        """Start a run: no gradients, all else as saved."""
+        """Start a run: no gradients, everything else as saved."""
         for parameter, _ in self._gradients.values():
             parameter.grad = None
         self._reset()

@@ -221,7 +221,7 @@ class _Matcher:
             return f"{where} is sharded, and the model's is not: verify before fully_shard"
         wanted = self._name(stage, name)
         if wanted not in self.parameters:
-            return f"{where} is no parameter of {self.kind}, nor is there one named '{wanted}'"
+            return f"{where} is not a parameter of {self.kind}, nor is there one named '{wanted}'"
         original = self.parameters[wanted]
         if parameter.shape != original.shape:
             return f"{where} is {list(parameter.shape)}, and '{wanted}' of the model is {list(original.shape)}"

@@ -328,6 +328,6 @@ def _left_out(step: _ComparedSteps) -> Iterator[str]:
         yield "without a loss_fn the backward pass is not compared"
     if step.uncut.updated and step.stages.plan.microbatches > 1:
         yield (
-            "buffers that are updated once a microbatch are not compared: "
+            "buffers that are updated in every microbatch are not compared: "
             f"{listed(map(repr, step.uncut.updated), _SHOWN)}"
         )

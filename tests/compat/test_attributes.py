@@ -213,5 +213,5 @@ def test_what_a_pipe_holds() -> None:
     with pytest.raises(InputError, match="the state dict and the model differ in more, scale: give the model's own"):
         pipe.load_state_dict({**{name: values[name] for name in values if name != "scale"}, "more": torch.ones(1)})
     pipe.load_state_dict({"more": torch.ones(1)}, strict=False)
-    with pytest.raises(AttributeError, match="Pipe.split_gm is not part of pipecut: a Pipe is no nn.Module"):
+    with pytest.raises(AttributeError, match="Pipe.split_gm is not part of pipecut: a Pipe is not an nn.Module"):
         pipe.split_gm  # type: ignore[attr-defined] # noqa: B018

@@ -144,7 +144,5 @@ def test_something_else_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("look", [doubled, lambda gradients: gradients[0]])
 def test_gradients_that_are_on_their_way_cannot_be_looked_into(look: Change) -> None:
-    with pytest.raises(
-        StepError, match=r"the gradients of get_local_bwd_output\(\) are on their way already in a step"
-    ):
+    with pytest.raises(StepError, match=r"the gradients of get_local_bwd_output\(\) are already in transit in a step"):
         run(gradients=look)

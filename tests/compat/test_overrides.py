@@ -128,6 +128,6 @@ def test_stages_that_are_no_list_and_numbers_that_are_none() -> None:
     with pytest.raises(InputError, match="a schedule takes PipelineStages, got Linear"):
         schedules.Schedule1F1B(stage.submod, 2)
     for index, count, name in (("0", 1, "stage_index"), (0, 1.0, "num_stages"), (None, 1, "stage_index")):
-        with pytest.raises(InputError, match=f"{name} is a whole number, got .*: give an int"):
+        with pytest.raises(InputError, match=f"{name} must be an integer, got .*: give an int"):
             PipelineStage(nn.Linear(2, 2), index, count, "cpu")  # type: ignore[arg-type]
     assert PipelineStage(nn.Linear(2, 2), torch.tensor(0), 1, "cpu").is_first  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def test_an_action_is_a_named_tuple_with_text() -> None:
     assert ours._Action(1, ours.F, 0) == ours._Action.from_str("1F0") != ours._Action(1, ours.F, 1)
     assert ours._Action(0, ours.OVERLAP_F_B).is_compute_op
     assert not ours._Action(0, ours.SEND_F, 0).is_compute_op
-    with pytest.raises(RuntimeError, match="Invalid action string: '1F0garbage' is no action"):
+    with pytest.raises(RuntimeError, match="Invalid action string: '1F0garbage' is not an action"):
         ours._Action.from_str("1F0garbage")
     with pytest.raises(RuntimeError, match="Invalid computation type Q. Known are F, I"):
         ours._ComputationType.from_str("Q")

@@ -454,8 +454,8 @@ def test_another_number_of_ranks_than_there_are_is_refused(monkeypatch: pytest.M
     ("arguments", "options", "message"),
     [
         ((None,), {}, r"launch\(\) takes a function, got NoneType: write launch\(train, 4\), not train\(\)"),
-        ((print, 0), {}, "ranks must be a whole number of at least 1, got 0"),
-        ((print, True), {}, "ranks must be a whole number of at least 1, got True"),
+        ((print, 0), {}, "ranks must be an integer of at least 1, got 0"),
+        ((print, True), {}, "ranks must be an integer of at least 1, got True"),
         ((print, 2), {"timeout": 0}, "timeout must be a number of seconds above 0, or None, got 0"),
     ],
 )

@@ -60,15 +60,15 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {"xx": {1: "seq"}},
-        "dynamic names 'xx', which is no tensor input of Net in the example; did you mean x?" + INPUTS,
+        "dynamic names 'xx', which is not a tensor input of Net in the example; did you mean x?" + INPUTS,
     ),
     (
         {"scale": {0: "n"}},
-        "dynamic names 'scale', which is no tensor input of Net in the example" + INPUTS,
+        "dynamic names 'scale', which is not a tensor input of Net in the example" + INPUTS,
     ),
     (
         {"more": {1: "seq"}},
-        "dynamic names 'more', which is no tensor input of Net in the example; did you mean more['mask']?" + INPUTS,
+        "dynamic names 'more', which is not a tensor input of Net in the example; did you mean more['mask']?" + INPUTS,
     ),
     (
         {"x": {3: "seq"}},

@@ -80,7 +80,7 @@ def _fails_on_the_second(found: list[Outcome], error: str, text: str) -> None:
     [
         ({"schedules": ["Nope"]}, "PlanError", "There is no schedule 'Nope' that trains"),
         ({"memory": "much"}, "InputError", "memory='much': write it as 24GB"),
-        ({"batch": 0}, "InputError", "batch must be a whole number of at least 1, got 0"),
+        ({"batch": 0}, "InputError", "batch must be an integer of at least 1, got 0"),
         (
             {"microbatch": cases.BATCH + 1},
             "InputError",
@@ -168,6 +168,6 @@ def test_a_group_that_cannot_run_the_stages(two_ranks: Ranks) -> None:
 
 def test_what_is_no_group(two_ranks: Ranks) -> None:
     for number, text, gone in two_ranks.run(cases.is_no_group):
-        assert "plan(group=3): that is no process group: give torch.distributed.group.WORLD, or what" in number
-        assert "plan(group='WORLD'): that is no process group" in text
+        assert "plan(group=3): that is not a process group: give torch.distributed.group.WORLD, or what" in number
+        assert "plan(group='WORLD'): that is not a process group" in text
         assert "this process is not in the group" in gone

@@ -1,4 +1,4 @@
-"""Measured plans: what stages were seen to take, at the planned size, is what the plan foretells."""
+"""Measured plans: what stages were seen to take, at the planned size, is what the plan predicts."""
 
 from __future__ import annotations
 

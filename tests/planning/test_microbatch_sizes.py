@@ -79,7 +79,7 @@ def test_what_the_forward_of_the_model_decided() -> None:
 def test_measured_stages_that_fail(monkeypatch: pytest.MonkeyPatch, microbatch: Any) -> None:
     """What a run on stand-ins did not show is seen when the stages run."""
     monkeypatch.setattr(measuring, "_BENCHMARK_SECONDS", 0.01)
-    monkeypatch.setattr(prepared, "refused_sizes", lambda *given: {})
+    monkeypatch.setattr(prepared, "failing_sizes", lambda *given: {})
     options: dict[str, Any] = {"cost": "measured", "microbatch": microbatch, "machine": None}
     if microbatch == 1:
         with pytest.raises(InputError, match=rf"the model does not run with 1 sample: {NORM}.* with microbatch=$"):

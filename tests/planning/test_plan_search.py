@@ -130,10 +130,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is damaged \(KeyError: 'cuts'\): make the plan again"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text("{}")
-    with pytest.raises(InputError, match=r"is no training plan: write one with plan.save\(\)"):
+    with pytest.raises(InputError, match=r"is not a training plan: write one with plan.save\(\)"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
     path.write_text("not json")
-    with pytest.raises(InputError, match="is no training plan: Expecting value"):
+    with pytest.raises(InputError, match="is not a training plan: Expecting value"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
 
 
@@ -160,9 +160,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ({"cuts": [1]}, "'cuts' is [1] and not a list with the name of each cut between the stages"),
         ({"model": []}, "TypeError: list indices must be integers"),
         ({"costs": {"message_bytes": [[0, 1]]}}, "ValueError: not enough values to unpack"),
-        ({"costs": {"forward": ["a", "b"]}}, "PlanError: forward[0]='a' is no number"),
+        ({"costs": {"forward": ["a", "b"]}}, "PlanError: forward[0]='a' is not a number"),
         ({"costs": {"link": {"latency": -1, "bandwidth": 1}}}, "PlanError: latency=-1 is negative"),
-        ({"schedule": {"actions": [["x"], ["y"]]}}, "PlanError: Rank 0, slot 0: 'x' is no action"),
+        ({"schedule": {"actions": [["x"], ["y"]]}}, "PlanError: Rank 0, slot 0: 'x' is not an action"),
         ({"schedule": {"rank of each stage": [0, 7]}}, "PlanError: The placement has no rank 1"),
     ],
 )
@@ -196,7 +196,7 @@ def test_files_that_are_damaged(tmp_path: Path, change: dict[str, Any], text: st
         ({"microbatch": 2.0}, InputError, "microbatch=2.0: give sizes from 1 to the batch, 12"),
         ({"memory": "much"}, InputError, "memory='much': write it as 24GB"),
         ({"memory": -1}, InputError, "give the bytes that a rank has, more than 0"),
-        ({"ranks": 0}, InputError, "ranks must be a whole number of at least 1, got 0"),
+        ({"ranks": 0}, InputError, "ranks must be an integer of at least 1, got 0"),
         ({"batch": 1}, InputError, r"a batch of 1 has fewer samples than there are ranks \(2\)"),
         ({"ranks": 64, "batch": 64, "schedules": ["1F1B"]}, PipeError, "can be cut into"),
         ({"schedules": ["Nope"]}, PlanError, "There is no schedule 'Nope' that trains"),
@@ -307,7 +307,7 @@ def test_a_forward_that_only_reads_its_statistics_may_run_twice(norm: nn.Module,
     net.train()
     with pytest.raises(
         InputError,
-        match="this plan computes activations again, and the forward of the model, in its mode of now, changes "
+        match="this plan recomputes activations, and the forward of the model, in its current mode, changes "
         rf"'0.1.{changed}': it would be changed twice; put the model in evaluation mode, or make "
         "the plan again with the model in the mode in which it trains",
     ):
@@ -338,7 +338,7 @@ def test_a_trace_for_one_size_only() -> None:
     assert pipecut.plan(Fixed(), torch.ones(3, 4), batch=6, **options).microbatch == 3
     with pytest.raises(InputError, match="microbatch=2: the trace holds for microbatches of 3 samples only"):
         pipecut.plan(Fixed(), torch.ones(3, 4), batch=6, microbatch=2, **options)
-    with pytest.raises(InputError, match="a batch of 7 is no multiple of that"):
+    with pytest.raises(InputError, match="a batch of 7 is not a multiple of that"):
         pipecut.plan(Fixed(), torch.ones(3, 4), batch=7, **options)
 
 

@@ -1,4 +1,4 @@
-"""The sums of tied gradients in what plan() foretells."""
+"""The sums of tied gradients in what plan() predicts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Tower(nn.Module):
 
 
 def cut_tower() -> Pipe:
-    """Two blocks a stage."""
+    """Two blocks per stage."""
     torch.manual_seed(0)
     spec = {f"layers.{index}": SplitPoint.BEGINNING for index in range(2, BLOCKS, 2)}
     return pipeline(Tower().double(), (torch.randn(3, WIDTH, dtype=torch.float64),), split_spec=spec)

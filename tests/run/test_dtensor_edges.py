@@ -17,7 +17,7 @@ from pipecut import PipelineStage, get_schedule_class, pipeline
 from pipecut.errors import InputError, PipeError, StageMetadataError, StepError
 from pipecut.run.parcels import receive_description, send_description
 from pipecut.run.transport.base import Meta
-from pipecut.run.transport.in_process import InProcessTransport, PostOffice
+from pipecut.run.transport.in_process import InProcessTransport, ParcelQueues
 from pipecut.stage.dtensor import MeshKey, ready_to_send
 
 WIDTH = 4
@@ -313,13 +313,13 @@ def test_traced_stages_send_plain_tensors_only(mesh: DeviceMesh) -> None:
 
 def test_a_description_may_be_longer_than_its_first_message(mesh: DeviceMesh) -> None:
     """More than some forty tensors, or fewer DTensors, were refused: they did not fit into one message."""
-    office = PostOffice()
+    queues = ParcelQueues()
     tensors = [distribute_tensor(torch.ones(2, nth), mesh, [Shard(1)]) for nth in range(1, 30)] + [X]
     metas = [Meta.of(tensor) for tensor in tensors]
     for some in (metas, metas[:1], metas[-1:]):
-        send_description(InProcessTransport(office, 0, 2), 1, (0, 1), some, None)
-        assert list(receive_description(InProcessTransport(office, 1, 2), 0)) == some
-    assert not office.parcels[0, 1]
+        send_description(InProcessTransport(queues, 0, 2), 1, (0, 1), some, None)
+        assert list(receive_description(InProcessTransport(queues, 1, 2), 0)) == some
+    assert not queues.parcels[0, 1]
 
 
 def test_what_is_sent_is_in_order(mesh: DeviceMesh) -> None:

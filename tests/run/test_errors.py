@@ -65,7 +65,7 @@ def test_missing_stages() -> None:
 
 def test_a_stage_given_twice() -> None:
     stages = chain_stages()
-    with pytest.raises(InputError, match="stage 1 is there twice"):
+    with pytest.raises(InputError, match="stage 1 was passed twice"):
         PlannedSchedule([*stages[:2], stages[1], stages[3]], plan_for("1F1B", ranks=4, microbatches=3), F.mse_loss)
 
 

@@ -1,4 +1,4 @@
-"""Calls whose microbatches do not fit the trace are refused in words that tell the whole call from its parts."""
+"""Calls whose microbatches do not fit the trace raise an error that distinguishes the whole call from its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that are not one row for each sample: put together where that is clear, else refused before any gradient."""
+"""Outputs that are not one row for each sample: merged where that is clear, otherwise an error before any gradient."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import InputError, PipelineStage, Schedule1F1B
-from pipecut.run.transport import Arrival, DistributedTransport, InProcessTransport, Meta, PostOffice, Transport
+from pipecut.run.transport import Arrival, DistributedTransport, InProcessTransport, Meta, ParcelQueues, Transport
 from pipecut.schedule import tie_messages
 from tests.support.ranks import Ranks
 
@@ -49,10 +49,10 @@ def modules() -> list[nn.Module]:
 
 def test_all_parcels_of_one_process_go_through_it() -> None:
     made: dict[int, Counting] = {}
-    office = PostOffice()
+    queues = ParcelQueues()
 
     def counting(rank: int, ranks: int) -> Counting:
-        made[rank] = Counting(InProcessTransport(office, rank, ranks))
+        made[rank] = Counting(InProcessTransport(queues, rank, ranks))
         return made[rank]
 
     parts = modules()
@@ -92,7 +92,7 @@ def test_all_parcels_between_ranks_go_through_it_and_a_tie_takes_the_messages_of
 
 def test_a_transport_of_another_rank_is_an_error() -> None:
     stages = [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(modules())]
-    one = InProcessTransport(PostOffice(), 0, 2)
+    one = InProcessTransport(ParcelQueues(), 0, 2)
     message = r"InProcessTransport is made for rank 0 of 2, and the schedule needs one for rank 1 of 2: let transport="
     with pytest.raises(InputError, match=message):
         Schedule1F1B(stages, 2, F.mse_loss, transport=lambda rank, ranks: one)

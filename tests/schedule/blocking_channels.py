@@ -136,7 +136,7 @@ class Execution:
             for value in self._inputs(leaf):
                 there = self.everywhere if self._maker_rank(value) != rank and not self.by_message else self.made[rank]
                 self._demand(value in there, f"{leaf} lacks {value}")
-            self._refuse_after_reduction(rank, leaf)
+            self._check_not_reduced(rank, leaf)
             for kind in COMPUTATIONS[str(leaf.op)]:
                 self._make(rank, (kind, leaf.stage, leaf.microbatch), leaf)
 
@@ -167,7 +167,7 @@ class Execution:
         assert isinstance(stage, int)
         return self.rank_of[stage]
 
-    def _refuse_after_reduction(self, rank: int, leaf: Action) -> None:
+    def _check_not_reduced(self, rank: int, leaf: Action) -> None:
         """The sum of a stage's gradients ends its step: nothing of the stage may come after it."""
         self._demand(("reduced", leaf.stage) not in self.made[rank], f"{leaf} after REDUCE_GRAD")
         for number, holders in enumerate(self.plan.dataflow.ties):

@@ -83,7 +83,7 @@ def test_two_ways_to_write_one_action(text: str, same: str) -> None:
 
 @given(ACTIONS, st.text(min_size=1).filter(lambda text: text.strip() == text and not any(map(str.isdigit, text))))
 def test_trailing_garbage_is_an_error(action: Action, garbage: str) -> None:
-    with pytest.raises(PlanError, match="is no action"):
+    with pytest.raises(PlanError, match="is not an action"):
         parse_action(f"{action!r}{garbage}")
 
 
@@ -130,7 +130,7 @@ def test_any_text_is_an_action_that_can_be_written_again_or_an_error(text: str) 
 def test_what_has_no_form_of_an_action(text: str) -> None:
     with pytest.raises(PlanError) as error:
         parse_action(text)
-    assert str(error.value) == f"'{text}' is no action. {FORM}"
+    assert str(error.value) == f"'{text}' is not an action. {FORM}"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_has_no_form_of_an_action(text: str) -> None:
 def test_what_is_wrong_with_an_action(text: str, why: str) -> None:
     with pytest.raises(PlanError) as error:
         parse_action(text)
-    assert str(error.value) == f"'{text}' is no action: {why}"
+    assert str(error.value) == f"'{text}' is not an action: {why}"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_an_overlap_is_of_computations(text: str) -> None:
     with pytest.raises(PlanError) as error:
         parse_action(text)
     assert str(error.value) == (
-        f"'{text}' is no action: an overlap has parts, each F, I, W or B, as in (1F1;2B0)OVERLAP_F_B."
+        f"'{text}' is not an action: an overlap has parts, each F, I, W or B, as in (1F1;2B0)OVERLAP_F_B."
     )
 
 

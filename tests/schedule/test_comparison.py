@@ -42,7 +42,7 @@ def test_nothing_was_traced(nothing: Any) -> None:
         compare(REPORT, nothing)
 
 
-def test_something_that_foretells_nothing() -> None:
+def test_something_that_predicts_nothing() -> None:
     with pytest.raises(PlanError, match=r"takes the prediction of a step, and got a Plan: give the result of pipecut"):
         compare(REPORT.plan, REPORT.timeline)  # type: ignore[arg-type]
 

@@ -182,11 +182,11 @@ def test_none_stands_for_a_default_in_the_full_backward_only(name: str) -> None:
 
 @pytest.mark.parametrize("value", ["2", None, True, [1]])
 def test_what_is_no_number_inside_a_list(value: object) -> None:
-    assert refused(forward=[1, value, 1, 1, 1]) == f"forward[1]={value!r} is no number: give one such as 18.5."
+    assert refused(forward=[1, value, 1, 1, 1]) == f"forward[1]={value!r} is not a number: give one such as 18.5."
 
 
 def test_truth_values_are_no_numbers() -> None:
-    assert refused(forward=True) == "forward=True is no number: give one such as 18.5."
+    assert refused(forward=True) == "forward=True is not a number: give one such as 18.5."
 
 
 @pytest.mark.parametrize("value", ["0.6", None, [0.6], {0.6}])
@@ -204,7 +204,7 @@ def test_negative_transfers_and_sizes() -> None:
     assert refused(transfer={(0, 1): -1}) == "transfer[(0, 1)]=-1 is negative: give 0 or more."
     assert refused(message_bytes=-8) == "message_bytes=-8 is negative: give 0 or more."
     assert refused(message_bytes={(0, 1): -8}) == "message_bytes[(0, 1)]=-8 is negative: give 0 or more."
-    assert refused(message_bytes="8") == "message_bytes='8' is no number: give one such as 18.5."
+    assert refused(message_bytes="8") == "message_bytes='8' is not a number: give one such as 18.5."
 
 
 @pytest.mark.parametrize("key", [0, "01", (0,), (0, 1, 2), ("0", "1")])
@@ -227,7 +227,7 @@ NO_MESSAGE = "no message would ever arrive; give the bytes that pass in one unit
         (-1, 1, "latency=-1 is negative: give 0 or more."),
         (0, float("inf"), "bandwidth=inf is not finite: give a finite number."),
         (float("nan"), 1, "latency=nan is not finite: give a finite number."),
-        ("1", 1, "latency='1' is no number: give one such as 18.5."),
+        ("1", 1, "latency='1' is not a number: give one such as 18.5."),
     ],
 )
 def test_links_that_cannot_be(latency: Any, bandwidth: Any, expected: str) -> None:

@@ -101,10 +101,10 @@ FILL_UP = "Fill it up with empty cells, or load the file with ragged=True if the
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"0F0,0B0\n1F0,1Q0\n", "{path}, line 2, column 2 (rank 1): '1Q0' is no action: there is no 'Q'. " + KNOWN),
+        (b"0F0,0B0\n1F0,1Q0\n", "{path}, line 2, column 2 (rank 1): '1Q0' is not an action: there is no 'Q'. " + KNOWN),
         (
             b"0F0,0F\n",
-            "{path}, line 1, column 2 (rank 0): '0F' is no action: F needs the number of a microbatch, as in 0F0.",
+            "{path}, line 1, column 2 (rank 0): '0F' is not an action: F needs the number of a microbatch, as in 0F0.",
         ),
         (b"0F0,0B0,\n1F0\n", "{path}, line 2: ends after column 1, while the longest line has 3 cells. " + FILL_UP),
         (b"0F0\n1F0,1B0\n", "{path}, line 1: ends after column 1, while the longest line has 2 cells. " + FILL_UP),
@@ -146,7 +146,7 @@ def test_broken_quotes(content: bytes, line: int, tmp_path: Path) -> None:
 def test_the_line_of_a_fault_after_a_cell_of_two_lines(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_bytes(b'"0F0\n",0B0\n1F0,1Q0\n')
-    with pytest.raises(PlanError, match=r"line 3, column 2 \(rank 1\): '1Q0' is no action"):
+    with pytest.raises(PlanError, match=r"line 3, column 2 \(rank 1\): '1Q0' is not an action"):
         Plan.load_csv(path)
 
 

@@ -239,15 +239,15 @@ def test_sizes_that_are_none(name: str, size: str, value: int) -> None:
     sizes = {"ranks": 2, "microbatches": 4, size: value}
     with pytest.raises(PlanError) as error:
         plan_for(name, **sizes)
-    assert str(error.value) == f"{size}={value!r}: give a whole number of {size}, 1 or more."
+    assert str(error.value) == f"{size}={value!r}: give an integer number of {size}, 1 or more."
 
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_sizes_that_are_none_without_a_name(name: str) -> None:
     make = FAMILIES[name].plan
-    with pytest.raises(PlanError, match=r"^ranks='4': give a whole number of ranks, 1 or more\.$"):
+    with pytest.raises(PlanError, match=r"^ranks='4': give an integer number of ranks, 1 or more\.$"):
         make("4", 8)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"^microbatches=0: give a whole number of microbatches, 1 or more\.$"):
+    with pytest.raises(PlanError, match=r"^microbatches=0: give an integer number of microbatches, 1 or more\.$"):
         make(4, 0)
 
 
@@ -301,7 +301,7 @@ def test_a_family_is_one_decorated_function() -> None:
     assert schedule_names()[-1] == "One-at-a-time"
     family = FAMILIES[known_name("oneatatime")]
     assert (family.class_name, family.summary) == ("ScheduleOneatatime", "Run one microbatch after the other.")
-    assert (family.chunks, family.any_chunks, family.training, family.refuses_compiled) == (1, False, True, False)
+    assert (family.chunks, family.any_chunks, family.training, family.forbids_compiled) == (1, False, True, False)
 
 
 @pytest.mark.usefixtures("registry")
@@ -319,8 +319,8 @@ def test_a_plan_that_cannot_run_is_not_filled(fill: Callable[[Plan, int], Plan])
     plan = Plan.from_actions([["0I0", "0F0", "0W0"], ["1F0", "1W0", "1I0"]], name="backwards first")
     with pytest.raises(PlanError) as error:
         fill(plan, 0)
-    assert str(error.value).startswith("The plan 'backwards first' cannot run: nothing moves at slot ")
-    assert str(error.value).endswith(". plan.validate() tells why.")
+    assert str(error.value).startswith("The plan 'backwards first' cannot run: no rank can proceed at slot ")
+    assert str(error.value).endswith(". Call plan.validate() for the reason.")
 
 
 # Bubbles with every pass one step long. A B counts one step too, so only schedules with F, I and W are asked.
@@ -373,7 +373,7 @@ def test_v_half_and_v_min_wait_less_than_1f1b(ranks: int, rounds: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_uneven_rounds_cost_nothing(ranks: int, chunks: int) -> None:
-    """Any number of microbatches from one a rank on: the pipeline fills and drains in one step a rank."""
+    """Any number of microbatches from one per rank on: the pipeline fills and drains in one slot per rank."""
     for microbatches in range(ranks, 4 * ranks):
         plan = plan_for("InterleavedZeroBubble", ranks=ranks, microbatches=microbatches, chunks=chunks)
         assert _steps(plan) == 3 * chunks * microbatches + ranks - 1

@@ -188,7 +188,7 @@ def test_the_published_rates_of_interleaved_1f1b_with_two_chunks(setting: Settin
 
 
 def test_the_published_rates_of_interleaved_1f1b_fit_three_chunks_and_no_other_count() -> None:
-    """The table does not say how many chunks a rank had, so that the count is what the rates themselves tell."""
+    """The table does not say the number of chunks per rank, so that it is inferred from the rates."""
     settings = tables_5_and_9("1F1B-I")
     fitting = [
         chunks

@@ -289,7 +289,7 @@ def test_bubbles_of_a_plan_that_cannot_run() -> None:
     plan = plan_of("0B0 0F0 \n · 1F0 1B0")
     with pytest.raises(PlanError) as error:
         add_bubbles(plan)
-    assert str(error.value) == "The plan 'custom' cannot run past 0B0 on rank 0. plan.validate() tells why."
+    assert str(error.value) == "The plan 'custom' cannot run past 0B0 on rank 0. Call plan.validate() for the reason."
     assert add_bubbles(plan, allow_stuck=True) == plan
 
 
@@ -451,19 +451,19 @@ def test_receives_has_a_few_values() -> None:
     [
         (
             plan_of("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1"),
-            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 1). plan.validate() tells why.",
+            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 1). Call plan.validate() for the reason.",
         ),
         (
             plan_of("0F0 0B0 0B0 \n 1F0 1B0"),
-            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 2). plan.validate() tells why.",
+            "The plan 'custom' cannot run past 0B0 on rank 0 (slot 2). Call plan.validate() for the reason.",
         ),
         (
             plan_of("0F0 0F1 0B0 \n 1F0 1F1 1B0 1B1"),
-            "The plan 'custom' is not complete. plan.validate() tells what is missing.",
+            "The plan 'custom' is not complete. Call plan.validate() to see what is missing.",
         ),
         (
             plan_of("0F0 0F1 \n 1F0"),
-            "The plan 'custom' is not complete. plan.validate() tells what is missing.",
+            "The plan 'custom' is not complete. Call plan.validate() to see what is missing.",
         ),
     ],
     ids=["deadlock", "twice", "backward missing", "forward missing"],

@@ -79,13 +79,13 @@ def test_an_explicit_placement_has_no_gaps(given_as: Mapping[int, int] | Sequenc
 @pytest.mark.parametrize(
     ("ranks", "chunks", "message"),
     [
-        (0, 1, "ranks=0: give a whole number of ranks, 1 or more."),
-        (-2, 1, "ranks=-2: give a whole number of ranks, 1 or more."),
-        (2.0, 1, "ranks=2.0: give a whole number of ranks, 1 or more."),
-        (True, 1, "ranks=True: give a whole number of ranks, 1 or more."),
-        ("4", 1, "ranks='4': give a whole number of ranks, 1 or more."),
-        (2, 0, "chunks=0: give a whole number of chunks, 1 or more."),
-        (2, None, "chunks=None: give a whole number of chunks, 1 or more."),
+        (0, 1, "ranks=0: give an integer number of ranks, 1 or more."),
+        (-2, 1, "ranks=-2: give an integer number of ranks, 1 or more."),
+        (2.0, 1, "ranks=2.0: give an integer number of ranks, 1 or more."),
+        (True, 1, "ranks=True: give an integer number of ranks, 1 or more."),
+        ("4", 1, "ranks='4': give an integer number of ranks, 1 or more."),
+        (2, 0, "chunks=0: give an integer number of chunks, 1 or more."),
+        (2, None, "chunks=None: give an integer number of chunks, 1 or more."),
     ],
 )
 def test_sizes_are_whole_numbers_from_1_up(
@@ -98,7 +98,7 @@ def test_sizes_are_whole_numbers_from_1_up(
 
 @pytest.mark.parametrize("rank_of", [{0: "a"}, {"a": 0}, {0: 0.5}, ["0"], [True]])
 def test_stages_and_ranks_are_whole_numbers(rank_of: Any) -> None:
-    with pytest.raises(PlanError, match="stages and ranks are whole numbers, as in"):
+    with pytest.raises(PlanError, match="stages and ranks are integers, as in"):
         Placement.explicit(rank_of)
 
 

@@ -152,10 +152,10 @@ def test_the_grid_of_a_plan_that_cannot_run_is_as_it_is_written() -> None:
         ([[], [None, ""]], "The plan has no action: give each rank a list such as ['0F0', '0B0']."),
         ({-1: ["0F0"]}, "The plan has a rank -1: ranks are numbered 0, 1, 2..."),
         ({"0": ["0F0"]}, "The plan has a rank '0': ranks are numbered 0, 1, 2..."),
-        ([["0F0", 7]], "Rank 0, slot 1: 7 is no action; give an Action, its text, or None."),
+        ([["0F0", 7]], "Rank 0, slot 1: 7 is not an action; give an Action, its text, or None."),
         (
             [["0F0"], ["1F0", "1Q0"]],
-            "Rank 1, slot 1: '1Q0' is no action: there is no 'Q'. Known are F, I, W, B, SEND_F, RECV_F, SEND_B, "
+            "Rank 1, slot 1: '1Q0' is not an action: there is no 'Q'. Known are F, I, W, B, SEND_F, RECV_F, SEND_B, "
             "RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_TIES, OVERLAP_F_B.",
         ),
         (
@@ -189,7 +189,7 @@ def test_actions_that_make_no_plan(actions: Any, message: str) -> None:
 def test_the_number_of_microbatches_is_a_whole_number_from_1_up(microbatches: Any) -> None:
     with pytest.raises(PlanError) as error:
         Plan.from_actions(TWO_RANKS, microbatches=microbatches)
-    assert str(error.value) == f"microbatches={microbatches!r}: give a whole number of microbatches, 1 or more."
+    assert str(error.value) == f"microbatches={microbatches!r}: give an integer number of microbatches, 1 or more."
 
 
 @pytest.mark.parametrize("stages", [1, 3])

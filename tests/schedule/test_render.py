@@ -42,12 +42,12 @@ FILES = {name: draw for name, draw in RENDERERS.items() if name != "text"}
 
 
 def plan_of(*rows: str, **given: Any) -> Plan:
-    """A plan from one text a rank."""
+    """A plan from one text per rank."""
     return Plan.from_actions([row.split() for row in rows], **given)
 
 
 def timeline_of(*rows: str, name: str = "executed", unit: str = "ms") -> Timeline:
-    """A timeline from one text a rank, each action with its times: "0F0@0-1.5"."""
+    """A timeline from one text per rank, each action with its times: "0F0@0-1.5"."""
     spans = []
     for rank, row in enumerate(rows):
         for each in row.split():
@@ -165,7 +165,7 @@ def test_every_public_renderer_has_an_example() -> None:
         ),
         (
             plan_of("0F0 0B0", "1B0 1F0", name="stuck"),
-            "'stuck' cannot run past 0B0 on rank 0. plan.validate() tells why.",
+            "'stuck' cannot run past 0B0 on rank 0. Call plan.validate() for the reason.",
         ),
         (
             [timeline_of("0F0@0-1"), timeline_of("0F0@0-1", unit="h")],

@@ -27,7 +27,7 @@ from tests.support.properties import examples
 
 
 def plan_of(*rows: str, **given: Any) -> Plan:
-    """A plan from one text a rank."""
+    """A plan from one text per rank."""
     return Plan.from_actions([row.split() for row in rows], **given)
 
 
@@ -330,14 +330,14 @@ def refused(plan: Plan, costs: Any = None) -> str:
 
 def test_a_plan_that_waits_for_itself() -> None:
     assert refused(plan_of("0B0 0F0", "1F0 1B0", name="circle")) == (
-        "The plan 'circle' cannot run past 0B0 on rank 0 (slot 0). plan.validate() tells why."
+        "The plan 'circle' cannot run past 0B0 on rank 0 (slot 0). Call plan.validate() for the reason."
     )
 
 
 def test_messages_that_never_meet() -> None:
     plan = plan_of("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1", name="crossed")
     assert refused(plan) == (
-        "The plan 'crossed' cannot run past 0SEND_F0 on rank 0 (slot 1). plan.validate() tells why."
+        "The plan 'crossed' cannot run past 0SEND_F0 on rank 0 (slot 1). Call plan.validate() for the reason."
     )
 
 
@@ -360,7 +360,7 @@ LOOP = Placement.loop(2)
 )
 def test_actions_that_the_plan_does_not_have(rows: list[str], where: str) -> None:
     plan = Plan.from_actions([row.split() for row in rows], placement=LOOP, microbatches=1, dataflow=Dataflow.chain(2))
-    assert refused(plan) == f"The plan 'custom' cannot run: {where} (slot 1). plan.validate() tells why."
+    assert refused(plan) == f"The plan 'custom' cannot run: {where} (slot 1). Call plan.validate() for the reason."
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_sum_of_a_tie_that_the_stage_does_not_hold() -> None:
         ),
         "rank 0, slot 4, 2REDUCE_TIES0: stage 2 has no tie 0; give the plan a dataflow with its ties",
         "rank 0, slot 5, 0REDUCE_TIES0: is missing, while others have theirs; add it",
-        "rank 1, slot 2, 1REDUCE_TIES0: waits for ever: rank 0 has no other end for it from there on; "
+        "rank 1, slot 2, 1REDUCE_TIES0: waits forever: rank 0 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -133,7 +133,7 @@ def test_a_send_inside_an_overlap() -> None:
         plan.with_actions([[overlap(forward, send)], plan.actions[1]]),
         "rank 0, slot 0, (0F0;0SEND_F0)OVERLAP_F_B: 0SEND_F0 cannot be part of an overlap; give it a slot of its own",
         "rank 0, slot 1, 0SEND_F0: is missing; add it",
-        "rank 1, slot 0, 1RECV_F0: waits for ever: rank 0 has no other end for it from there on; "
+        "rank 1, slot 0, 1RECV_F0: waits forever: rank 0 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -147,7 +147,7 @@ def test_a_neighbour_that_is_named() -> None:
 
 
 def test_backwards_in_a_plan_that_is_forward_only() -> None:
-    """One of them was accepted once, and waited for ever for a gradient that nobody missed."""
+    """One of them was accepted once, and waited forever for a gradient that nobody missed."""
     plan = replace(plan_of("0F0 0B0 \n 1F0 1B0"), training=False)
     check(
         plan.with_actions([plan.actions[0], plan.actions[1][:1]]),
@@ -266,7 +266,7 @@ def test_not_everything_is_reduced() -> None:
     check(
         plan_of("0F0 0B0 0REDUCE_TIES0 \n 1F0 1B0", dataflow=TIED),
         "rank 1, slot 2, 1REDUCE_TIES0: is missing, while others have theirs; add it",
-        "rank 0, slot 2, 0REDUCE_TIES0: waits for ever: rank 1 has no other end for it from there on; "
+        "rank 0, slot 2, 0REDUCE_TIES0: waits forever: rank 1 has no other end for it from there on; "
         "add it or remove this one",
     )
 
@@ -290,7 +290,7 @@ def test_a_message_without_its_other_end() -> None:
     check(
         plan_of("0F0 0SEND_F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0"),
         "rank 1, slot 3, 1SEND_B0: is missing; add it",
-        "rank 0, slot 2, 0RECV_B0: waits for ever: rank 1 has no other end for it from there on; "
+        "rank 0, slot 2, 0RECV_B0: waits forever: rank 1 has no other end for it from there on; "
         "add it or remove this one",
     )
 

@@ -83,7 +83,7 @@ def test_an_action_that_is_none_of_the_plan_s(wrong: str) -> None:
         Walk(plan)
     action = plan.actions[0][2]
     assert str(error.value) == (
-        f"The plan 'custom' cannot run: rank 0 cannot do {action} (slot 2). plan.validate() tells why."
+        f"The plan 'custom' cannot run: rank 0 cannot do {action} (slot 2). Call plan.validate() for the reason."
     )
 
 

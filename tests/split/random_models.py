@@ -705,7 +705,7 @@ class _Drawer:
         return Block(kind, self.one_in(5), tied_to)
 
     def _inputs(self, wanted: str, types: str) -> tuple[int, ...]:
-        """Values of the wanted types: the latest one half of the time, else any."""
+        """Values of the wanted types: the latest one half of the time, otherwise any."""
         chosen = []
         for kind in wanted:
             known = [number for number, of_value in enumerate(types) if of_value == kind]

@@ -16,7 +16,7 @@ from tests.support.equality import assert_equals_uncut
 
 
 class Whole(nn.Module):
-    """Takes whole numbers and truth values; some of them are used in the second stage only."""
+    """Takes integers and truth values; some of them are used in the second stage only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def traced_stages(pipe: Pipe) -> list[PipelineStage]:
 
 
 class Opening(nn.Module):
-    """The first of the stages cut by hand: it gives a value, whole numbers, and a value without gradient."""
+    """The first of the stages cut by hand: it gives a value, integers, and a value without gradient."""
 
     def __init__(self) -> None:
         super().__init__()

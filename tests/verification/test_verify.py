@@ -406,7 +406,7 @@ def test_batch_normalisation_is_told_apart() -> None:
     assert found.notes == (
         "'1' normalise by the batch, and have 2 microbatches instead of it: call eval() on the model and on the "
         "stages, or pass n_microbatches=1",
-        "buffers that are updated once a microbatch are not compared: '1.running_mean', '1.running_var', "
+        "buffers that are updated in every microbatch are not compared: '1.running_mean', '1.running_var', "
         "'1.num_batches_tracked'",
     )
     assert "buffer" not in {difference.what for difference in found.differences}
@@ -464,10 +464,10 @@ def test_copies_under_other_names_need_a_function() -> None:
         verify(stages_of(copies), model, (x,), target=y, loss_fn=mse)
     assert str(caught.value) == (
         "the parameters of the stages are not those of the model:\n"
-        "  stage 0: '0.weight' is no parameter of Sequential, nor is there one named '0.weight'\n"
-        "  stage 0: '0.bias' is no parameter of Sequential, nor is there one named '0.bias'\n"
-        "  stage 1: '0.weight' is no parameter of Sequential, nor is there one named '0.weight'\n"
-        "  stage 1: '0.bias' is no parameter of Sequential, nor is there one named '0.bias'\n"
+        "  stage 0: '0.weight' is not a parameter of Sequential, nor is there one named '0.weight'\n"
+        "  stage 0: '0.bias' is not a parameter of Sequential, nor is there one named '0.bias'\n"
+        "  stage 1: '0.weight' is not a parameter of Sequential, nor is there one named '0.weight'\n"
+        "  stage 1: '0.bias' is not a parameter of Sequential, nor is there one named '0.bias'\n"
         "Give verify() the model that the stages are made of. If they hold copies under other names, pass names=, a "
         "function of (stage index, name in the stage) that gives the name in the model"
     )

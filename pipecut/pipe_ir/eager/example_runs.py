@@ -65,7 +65,7 @@ def _other_sizes(dim: int, size: int) -> tuple[int, ...]:
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Return real data in another size: the rows that are there, again from the start."""
+    """Return real data in another size: its rows, repeated from the start."""
     with torch.no_grad():
         rows = torch.arange(size, device=tensor.device) % tensor.shape[dim]
         return tensor.index_select(dim, rows).requires_grad_(tensor.requires_grad)

@@ -206,7 +206,7 @@ class _Results:
         return argument.as_strided(*self._views[leaf])
 
     def size(self, position: int) -> Any:
-        """Return a result that is no tensor; a whole number that follows the sizes of the runs is a size."""
+        """Return a result that is not a tensor; an integer that follows the sizes of the runs is a size."""
         values = [call.result.leaves[position] for call in self.calls]
         if all(type(value) is int for value in values) and any(value != values[0] for value in values):
             size = size_from(values, self.known)

@@ -36,7 +36,7 @@ class DynamicDims:
 
     def symbolic(self, shapes: Sequence[Sequence[int]]) -> set[Place]:
         """Return the dims that are symbols at the beginning of a trace: those that were asked for, and the batch."""
-        # One row beside others of several is there to be broadcast, like a mask of shape [1, T]: not a batch of one.
+        # One row beside others of several is meant to be broadcast, like a mask of shape [1, T]: not a batch of one.
         batched = any(shape and shape[0] > 1 for shape in shapes)
         firsts = {(nth, 0) for nth, shape in enumerate(shapes) if shape and not (batched and shape[0] == 1)}
         return {*self.asked, *firsts, *self.alike(shapes)} - self.fixed
@@ -96,7 +96,7 @@ def _path(given: Any, tensors: Mapping[str, torch.Tensor], model_name: str) -> s
     near = inside or difflib.get_close_matches(str(given), tensors, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise InputError(
-        f"dynamic names {given!r}, which is no tensor input of {model_name} in the example{hint}\n  inputs: {inputs}"
+        f"dynamic names {given!r}, which is not a tensor input of {model_name} in the example{hint}\n  inputs: {inputs}"
     )
 
 

@@ -160,8 +160,8 @@ def warn_of_fixed_dims(traced: TracedModel) -> None:
         by_size.setdefault((entry.name or f"{entry.path}, dim {entry.dim}", entry.size), []).append(entry)
     if by_size:
         what = "\n".join(_describe(entries) for entries in by_size.values())
-        told = f"the trace of {type(traced.model).__name__} holds for some sizes only:\n{what}"
-        warn(told)
+        message = f"the trace of {type(traced.model).__name__} holds for some sizes only:\n{what}"
+        warn(message)
 
 
 def _describe(entries: Sequence[FixedDim]) -> str:

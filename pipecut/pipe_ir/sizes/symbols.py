@@ -95,7 +95,7 @@ class Symbols:
         for nth, dim in sorted(alike):
             symbol, size = self._resolved(places[nth, dim]), shapes[nth][dim]
             if isinstance(symbol, sympy.Symbol) and symbol not in wanted:
-                # Not a size of the same input: a square tensor would be square for ever.
+                # Not a size of the same input: a square tensor would be square forever.
                 named = [at for at in asked.names if at[0] != nth and shapes[at[0]][at[1]] == size]
                 others = [self._resolved(places[at]) for at in named]
                 self._merged[symbol] = related(symbol, others, decisions, self._resolved) or sympy.Integer(size)
@@ -206,8 +206,8 @@ def _is_general(expr: sympy.Basic, answer: Any) -> bool:
 def _is_asked_by_torch(unequal: bool) -> bool:
     """Return True if an operation asks, or a method of a tensor that makes no operation, like contiguous().
 
-    An operation that asks whether a size is 1, and is told no, gives a result whose shape is right for 1 too: a size
-    that is broadcast has been tied to the other one. Only squeeze is different. What else is asked may decide on a
+    An operation that asks whether a size is 1, and gets the answer no, gives a result whose shape is right for 1 too: a
+    size that is broadcast has been tied to the other one. Only squeeze is different. Other questions may decide on a
     shape, as in `x[:2]`.
     """
     frame: FrameType | None = sys._getframe(2)

@@ -138,7 +138,7 @@ class ModelTracer:
             raise TraceError(
                 f"{name} cannot be traced{self._why_export_failed()}. To trace around the modules that fail, it has to "
                 "run once on the example inputs, and on the meta device it cannot; build it on a device with memory, "
-                "at a small size if need be, or change the line above"
+                "at a small size if needed, or change the line above"
             )
         copy = clone(self.model)
         if training is not None:
@@ -198,9 +198,9 @@ class ModelTracer:
 def _quiet_tracer() -> Iterator[None]:
     """Silence torch's log of decisions that it cannot make: the error says so in plain words."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    refuse = logging.Filter("nobody")
-    logger.addFilter(refuse)
+    reject = logging.Filter("nobody")
+    logger.addFilter(reject)
     try:
         yield
     finally:
-        logger.removeFilter(refuse)
+        logger.removeFilter(reject)

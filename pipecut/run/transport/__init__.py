@@ -1,15 +1,15 @@
-"""Ways between ranks: read base.py first, which has the protocol that a transport of your own implements."""
+"""Transports between ranks: read base.py first, which has the protocol that a transport of your own implements."""
 
 from .base import Arrival, Meta, Ready, Transport, TransportFactory
 from .distributed import DistributedTransport
-from .in_process import InProcessTransport, PostOffice
+from .in_process import InProcessTransport, ParcelQueues
 
 __all__ = [
     "Arrival",
     "DistributedTransport",
     "InProcessTransport",
     "Meta",
-    "PostOffice",
+    "ParcelQueues",
     "Ready",
     "Transport",
     "TransportFactory",

@@ -1,4 +1,4 @@
-"""The protocol of a transport: everything that the executor asks of a way between ranks.
+"""The protocol of a transport: everything that the executor asks of it.
 
 A transport is one class with the methods of `Transport`, and nothing else has to know it: pass a function that makes
 one, `transport=lambda rank, ranks: MyTransport(rank, ranks)`, to a schedule. It is called once for each rank that is in
@@ -51,17 +51,17 @@ class Meta(NamedTuple):
 
 
 class Arrival(Protocol):
-    """A parcel on its way to this rank."""
+    """Parcel in transit to this rank."""
 
     def wait(self) -> list[Tensor]:
         """Return the tensors, when they are here; called once. They belong to the caller, who may change them."""
 
 
 class Transport(Protocol):
-    """One rank's end of the ways to all others.
+    """Connection of one rank to all others.
 
     A parcel is a list of tensors that belong together. Parcels from one rank to another arrive in the order in which
-    they were sent; a plan is proven to have its sends and receives in an order in which no rank waits for ever, even if
+    they were sent; a plan is proven to have its sends and receives in an order in which no rank waits forever, even if
     every send waits for its receive.
     """
 

@@ -24,7 +24,7 @@ _TAKES_ANY_ORDER = ("gloo", "mpi", "ucc")
 
 
 class DistributedTransport:
-    """Parcels through a process group: one message a tensor, in the plan's order, which both ends share."""
+    """Parcels through a process group: one message per tensor, in the plan's order, which both ends share."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
@@ -87,7 +87,7 @@ class _Posted:
         self.tensors = tensors
 
     def wait(self) -> list[Tensor]:
-        # Once only: gloo waits for ever if a receive that is done is waited for again.
+        # Once only: gloo waits forever if a receive that is done is waited for again.
         works, self.works = self.works, []
         for work in works:
             assert work is not None  # this rank is in the group

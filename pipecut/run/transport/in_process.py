@@ -11,8 +11,8 @@ from ...errors import PipeError
 from .base import Meta, Ready
 
 
-class PostOffice:
-    """The parcels between all ranks of one process, and the numbers that a rank shares with the others."""
+class ParcelQueues:
+    """Parcels between all ranks of one process, in the order of sending, and the numbers that a rank shares."""
 
     def __init__(self) -> None:
         self.parcels: dict[tuple[int, int], deque[list[Tensor]]] = {}
@@ -24,10 +24,10 @@ class PostOffice:
 
 
 class InProcessTransport:
-    """One rank's side of a post office."""
+    """Transport of one rank, through the queues of its process."""
 
-    def __init__(self, office: PostOffice, rank: int, ranks: int) -> None:
-        self.office = office
+    def __init__(self, queues: ParcelQueues, rank: int, ranks: int) -> None:
+        self.queues = queues
         self.rank = rank
         self.ranks = ranks
         self.receives_ahead = False
@@ -35,11 +35,11 @@ class InProcessTransport:
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         # A copy, as over a network: a receiver that writes to what it got must not change the sender's tensor.
         parcel = [tensor.detach().clone() for tensor in tensors]
-        self.office.parcels.setdefault((self.rank, peer), deque()).append(parcel)
+        self.queues.parcels.setdefault((self.rank, peer), deque()).append(parcel)
 
     def receive(self, peer: int, metas: Sequence[Meta]) -> Ready:
         # All ranks take turns in an order in which a send comes before its receive.
-        parcels = self.office.parcels.get((peer, self.rank))
+        parcels = self.queues.parcels.get((peer, self.rank))
         if not parcels:
             raise PipeError(f"rank {self.rank} waits for a parcel that rank {peer} has not sent")
         parcel = parcels.popleft()
@@ -52,10 +52,10 @@ class InProcessTransport:
     def share(self, source: int, numbers: list[int] | None, count: int) -> list[int]:
         if self.rank == source:
             assert numbers is not None
-            self.office.numbers = numbers
-        return self.office.numbers
+            self.queues.numbers = numbers
+        return self.queues.numbers
 
     def finish(self) -> None: ...
 
     def clear(self) -> None:
-        self.office.clear()
+        self.queues.clear()

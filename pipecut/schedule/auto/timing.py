@@ -116,9 +116,9 @@ class Clock:
 def lower_bound(problem: Problem, objective: str) -> float:
     """Return a time that no plan can beat, whatever its order and its memory: its longest span, or its makespan.
 
-    From the first pass of a rank r, a rank q below it cannot start before a microbatch has come there. q then has all
-    its forwards and input gradients to do before the last gradient goes back to r, which ends with a weight gradient.
-    And every rank computes at least its work, in a makespan after its first microbatch has come.
+    From the first pass of a rank r, a rank q below it cannot start before a microbatch has arrived there. q then has
+    all its forwards and input gradients to do before the last gradient returns to r, which ends with a weight gradient.
+    And every rank computes at least its work, in a makespan after its first microbatch has arrived.
     """
     time, last = problem.time, problem.stages - 1
     inputs = [min(time[INPUT][stage], time[FULL][stage]) for stage in range(last + 1)]

@@ -135,7 +135,8 @@ def _filled(plan: Plan, limit: int, *, direction: int) -> Plan:
                 left -= 1
         if left == before:
             raise PlanError(
-                f"The plan '{plan.name}' cannot run: nothing moves at slot {now}. plan.validate() tells why."
+                f"The plan '{plan.name}' cannot run: no rank can proceed at slot {now}. "
+                "Call plan.validate() for the reason."
             )
         now += 1
     return plan.with_actions(row[::direction] for row in rows)

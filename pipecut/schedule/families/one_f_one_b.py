@@ -51,6 +51,6 @@ def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...])
     forwards = through_chunks(stages, Op.FORWARD, rounds)
     backwards = through_chunks(reversed(stages), Op.FULL_BACKWARD, rounds)
     total = len(stages) * rounds[-1].stop
-    # The first round must have come to the last chunk; from there to the last rank and back are two slots per rank.
+    # The first round must have reached the last chunk; from there to the last rank and back are two slots per rank.
     warm_up = min((len(stages) - 1) * len(rounds[0]) + 2 * (placement.ranks - 1 - rank), total)
     return (*turns(warm_up, forwards), *turns(total - warm_up, forwards, backwards), *backwards)

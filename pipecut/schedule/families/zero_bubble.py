@@ -51,7 +51,7 @@ def _row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> tuple[Act
     return with_late_weights(microbatches, *streams, warm_up=warm_up, delay=delay)
 
 
-@schedule("InterleavedZeroBubble", chunks=2, any_chunks=True, refuses_compiled=True)
+@schedule("InterleavedZeroBubble", chunks=2, any_chunks=True, forbids_compiled=True)
 def _interleaved_zero_bubble(placement: Placement, microbatches: int) -> Rows:
     """Run interleaved 1F1B with weight gradients in its bubbles.
 

@@ -12,7 +12,7 @@ from ..registry import schedule
 from .building import passes, turns
 
 
-@schedule("ZBVZeroBubble", placement=Placement.v, chunks=2, refuses_compiled=True)
+@schedule("ZBVZeroBubble", placement=Placement.v, chunks=2, forbids_compiled=True)
 def _zero_bubble_v(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, with weight gradients in the bubbles.
 
@@ -56,7 +56,7 @@ def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, 
     )
 
 
-@schedule("DualPipeV", placement=Placement.v, chunks=2, refuses_compiled=True)
+@schedule("DualPipeV", placement=Placement.v, chunks=2, forbids_compiled=True)
 def _dualpipe_v(placement: Placement, microbatches: int) -> Rows:
     """Run two stages on each rank, in a V, forwards and backwards overlapped.
 

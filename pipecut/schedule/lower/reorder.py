@@ -54,7 +54,7 @@ def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
     if allow_stuck and first_unknown(bare, Ledger(bare)) is not None:
         return plan
     placement = plan.placement if plan.has_transfers else None
-    slot_of: dict[Action, int] = {}  # the slot from which on the result of an action is there
+    slot_of: dict[Action, int] = {}  # the slot from which on the result of an action is available
     free = [0] * len(bare.actions)
     rows: list[list[Action | None]] = [[] for _ in bare.actions]
     walk = Walk(bare)
@@ -81,7 +81,7 @@ def add_bubbles(plan: Plan, *, allow_stuck: bool = False) -> Plan:
         rank, slot = next(iter(walk.stuck.items()))
         raise PlanError(
             f"The plan '{plan.name}' cannot run past {bare.actions[rank][slot]} on rank {rank}. "
-            "plan.validate() tells why."
+            "Call plan.validate() for the reason."
         )
     if walk.stuck:
         return plan

@@ -18,7 +18,7 @@ def add_unshard_reshard(plan: Plan, max_held: int = 3) -> Plan:
     """
     if not isinstance(max_held, int) or isinstance(max_held, bool) or max_held < 1:
         raise PlanError(f"max_held={max_held!r}: a rank must hold at least the stage that it runs; give 1 or more.")
-    _refuse_repetition(plan, Op.UNSHARD)
+    _check_no_repetition(plan, Op.UNSHARD)
     stages_of = plan.placement.stages_of
     return plan.with_actions(shard_row(row, max_held, stages_of[rank]) for rank, row in enumerate(plan.actions))
 
@@ -28,7 +28,7 @@ def add_reduce_grad(plan: Plan) -> Plan:
 
     0F0 0F1 0B0 0B1   ->   0F0 0F1 0B0 0B1 0REDUCE_GRAD
     """
-    _refuse_repetition(plan, Op.REDUCE_GRAD)
+    _check_no_repetition(plan, Op.REDUCE_GRAD)
     rows = []
     for rank, row in enumerate(plan.actions):
         after: dict[int, list[Action]] = {}
@@ -123,6 +123,6 @@ def spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> li
     return result + list(row[start:])
 
 
-def _refuse_repetition(plan: Plan, op: Op) -> None:
+def _check_no_repetition(plan: Plan, op: Op) -> None:
     if op in plan.ops:
         raise PlanError(f"The plan '{plan.name}' has {op} already: lower a plan that has none.")

@@ -118,7 +118,7 @@ class _EarlyInputs:
         self._sent: set[tuple[int, int | None]] = set()
 
     def send_before(self, action: Action, rows: list[list[Action | None]]) -> None:
-        """Add, before an action, the transfers of inputs whose time has come."""
+        """Add, before an action, the transfers of inputs that are due."""
         for leaf in action.leaves:
             stage, op, microbatch, _, _ = leaf
             if op is Op.FORWARD:

@@ -61,7 +61,7 @@ def text(source: Sources, *, width: int | None = None) -> str:
 def _cells(drawn: Sequence[Chart], extent: float, room: int) -> int:
     """Return the number of characters of the whole time: as many as there is room for, or as a small plan needs.
 
-    Where all times are multiples of the shortest, that one gets a whole number of characters.
+    Where all times are multiples of the shortest, that one gets an integer number of characters.
     """
     spans = (span for chart in drawn for row in chart.rows for span in row if span.action.is_compute)
     times = {span.end - span.start for span in spans if span.end > span.start}
@@ -123,7 +123,7 @@ def _axis(cells: int, extent: float) -> str:
 
 
 def _legend(drawn: Sequence[Chart]) -> str:
-    """Explain the letters that are there."""
+    """Explain the letters in use."""
     seen = {action.op for chart in drawn for row in chart.rows for _, action, _, _ in row}
     meanings: dict[str, str] = {}
     for op in (op for op in NAMES if op in seen):
@@ -146,7 +146,7 @@ class _Use:
 def _owners(row: Sequence[Span], cells: int, time: float, letter: Callable[[Span], str]) -> list[Span | None]:
     """Return the span that stands for each cell: the longest under the letter that has most; None if idle.
 
-    A transfer, or any other action that is no computation, stands where no computation does.
+    A transfer, or any other action that is not a computation, stands where no computation does.
     """
     in_front = _most_of([span for span in row if span.action.is_compute], cells, time, letter)
     behind = _most_of([span for span in row if not span.action.is_compute], cells, time, letter)

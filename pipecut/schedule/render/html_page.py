@@ -50,7 +50,7 @@ canvas{width:100%!important;height:auto!important}section{break-inside:avoid}
 def html(source: Sources, path: FilePath | None = None) -> str:
     """Draw the HTML page of a plan, a timeline or a simulation's report; several in a list share one time scale.
 
-    The page needs no network. Hover tells all about an action; the wheel, the buttons or + and - zoom, dragging or the
+    The page needs no network. Hovering describes an action; the wheel, the buttons or + and - zoom, dragging or the
     arrows move, 0 shows all; N, P, J and K step through the actions. It follows the reader's light or dark setting, and
     prints in light. `path` is the file to write.
 

@@ -215,7 +215,7 @@ function timeAt(chart, x) {
   return view.from + (x - LEFT) / (chart.width - LEFT - RIGHT) * (view.to - view.from);
 }
 
-// The span under the pointer: a transfer at the foot of a lane, a computation above it, else what is there.
+// The span under the pointer: a transfer at the foot of a lane, a computation above it, otherwise any other.
 function spanAt(chart, x, y) {
   const rank = Math.floor(y / chart.lane);
   if (x < LEFT || rank < 0 || rank >= chart.rows.length) return null;
@@ -231,7 +231,7 @@ function spanAt(chart, x, y) {
   return best;
 }
 
-function tell(found, x, y) {
+function showTooltip(found, x, y) {
   if (!found) { tip.hidden = true; return; }
   const row = found.chart.rows[found.rank], kind = row.kind[found.at];
   const lines = [nameOf(row, found.at) + "  (" + kind.name + ")", "rank " + found.rank];
@@ -261,7 +261,7 @@ function select(by, ranks) {
   draw();
   const frame = chart.canvas.getBoundingClientRect();
   const x = LEFT + (middle - view.from) / (view.to - view.from) * (chart.width - LEFT - RIGHT);
-  tell(selected, frame.left + x, frame.top + (rank + 1) * chart.lane - 14);
+  showTooltip(selected, frame.left + x, frame.top + (rank + 1) * chart.lane - 14);
 }
 function moveToRank(by) {
   const all = charts.flatMap(chart => chart.rows.map((row, rank) => ({chart, rank, row})));
@@ -303,7 +303,7 @@ for (const chart of charts) {
     chart.canvas.classList.add("held");
   });
   chart.canvas.addEventListener("pointermove", event => {
-    if (!held) { tell(spanAt(chart, event.offsetX, event.offsetY), event.clientX, event.clientY); return; }
+    if (!held) { showTooltip(spanAt(chart, event.offsetX, event.offsetY), event.clientX, event.clientY); return; }
     tip.hidden = true;
     const by = (held.x - event.offsetX) / (chart.width - LEFT - RIGHT) * (held.to - held.from);
     setView(held.from + by, held.to + by);

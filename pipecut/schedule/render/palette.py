@@ -1,4 +1,4 @@
-"""Colours and hatches: the hue and the hatch tell the op, the lightness tells which of its rank's stages it works on.
+"""Colours and hatches: the hue and the hatch show the op, the lightness shows which of its rank's stages it works on.
 
 The hues are those of Okabe and Ito, which readers with any common colour blindness can tell apart. The four of
 F, I, W and B also differ in luminance, and I is hatched one way, W the other and B, which does the work of both, both

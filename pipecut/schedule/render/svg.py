@@ -37,7 +37,7 @@ _LINES = {"/": "M-1 1L1-1M0 8L8 0M7 9L9 7", "\\": "M-1 7L1 9M0 0L8 8M7-1L9 1"}
 def svg(source: Sources, path: FilePath | None = None) -> str:
     """Draw the SVG picture of a plan, a timeline or a simulation's report; several in a list share one time scale.
 
-    Every box has a tooltip with its action and times. Hue and hatch tell the op, lightness which of its rank's stages
+    Every box has a tooltip with its action and times. Hue and hatch show the op, lightness which of its rank's stages
     it works on. In a very big plan, actions too narrow to be seen share columns, and the picture says so. The times
     of a plan are slots. `path` is the file to write.
 
@@ -193,7 +193,7 @@ def _axis(extent: float, scale: float, left: float, top: float, bottom: float, n
 
 
 def legend(charts: Sequence[Chart], left: float, top: float, width: float) -> tuple[list[str], float]:
-    """Explain the colours and hatches that are there; return the entries and their height."""
+    """Explain the colours and hatches in use; return the entries and their height."""
     found, x, y = [], left, top
     for swatch, swatch_width, text in _entries(charts):
         needed = swatch_width + 6 + _width(text) + 18
@@ -344,7 +344,7 @@ class _Boxes:
         return f"url(#{_pattern_name(leaf.op, chunk, chunks)})" if hatched and looks.hatch else looks.fill
 
     def _label(self, rank: int, leaf: Action, middle: float, y: float, width: float, height: float) -> str:
-        """Return the number of the microbatch, or a letter for an action that is no computation, where it fits."""
+        """Return the number of the microbatch, or a letter for an action that is not a computation, where it fits."""
         text = LETTER[leaf.op] if is_neutral(leaf.op) else str(leaf.microbatch)
         size = min(self.font, height * 0.8)
         if leaf.op in TRANSFERS or len(text) * size * _DIGIT + 2 > width or size < 4:

@@ -133,7 +133,7 @@ def _set_apart(plan: Plan, reading: PlanReading, rank: int, slot: int, leaf: Act
 
 
 def _unknown(plan: Plan, rank: int, leaf: Action) -> str:
-    """Return the reason why an action is none of this plan's; empty if it is one for a whole stage."""
+    """Return the reason why an action does not belong to this plan; empty if it is one for a whole stage."""
     stage, op, microbatch = leaf.stage, leaf.op, leaf.microbatch
     rank_of = plan.placement.rank_of
     if op is Op.OVERLAP_F_B:
@@ -223,7 +223,7 @@ def _missing(plan: Plan, ledger: Ledger) -> list[Fault]:
 
 
 def _whole_backward(ledger: Ledger, action: Action) -> Action | None:
-    """Return the full backward if neither of its parts is there."""
+    """Return the full backward if the plan has neither of its parts."""
     if action.op not in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
         return None
     parts = (ledger.offsets[op, action.stage, None] for op in GIVES[Op.FULL_BACKWARD])

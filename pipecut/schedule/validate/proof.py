@@ -44,7 +44,7 @@ def validate(plan: Plan) -> None:
 
 
 def _deadlock_faults(plan: Plan, reading: PlanReading) -> list[Fault]:
-    """Return a fault for each rank that waits for ever."""
+    """Return a fault for each rank that waits forever."""
     if plan.has_transfers or any(reading.messages):
         faults = _Messages(plan, reading).faults()
         if plan.has_transfers or faults:
@@ -85,7 +85,7 @@ class _Messages:
     def _explain(self, rank: int, peer: int, in_circle: bool) -> Fault:
         slot, action = self._slot(rank, self.walk.places[rank])
         if not self._is_to_come(rank, peer):
-            problem = f"waits for ever: rank {peer} has no other end for it from there on; add it or remove this one"
+            problem = f"waits forever: rank {peer} has no other end for it from there on; add it or remove this one"
             return Fault(rank, slot, action, problem, cause=False)
         places = range(self.walk.places[peer], len(self.slots[peer]))
         place = next(place for place in places if rank in self.walk.ranks_of(peer, place))

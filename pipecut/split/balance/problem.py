@@ -29,7 +29,7 @@ class Blocks:
     """A chain of blocks that stay whole. Between block i and block i + 1 is place i, where a cut is allowed.
 
     `times` are those of the blocks, `transfers` what a cut at each place costs the ranks on both sides. `kept` is
-    memory that is there all the time (parameters, gradients, optimizer state, buffers), `saved` that of each microbatch
+    memory that is held all the time (parameters, gradients, optimizer state, buffers), `saved` that of each microbatch
     in flight; `shared` memory comes on top. `prices` say which of equally good cuts is preferred: the cheapest sum.
     Whatever is left out is 0.
 

@@ -159,7 +159,7 @@ def _greatest_before(values: Array, earliest: Positions) -> Array:
 
 # The cut that needs the least memory: the greatest share that a rank uses of its limit is as small as can be.
 #
-# With one stage a rank it is exact. With several it is exact if the search ends within its budget.
+# With one stage per rank it is exact. With several it is exact if the search ends within its budget.
 
 
 _MOST_NODES = 20_000

@@ -80,7 +80,7 @@ def balance_stages(
     for all; `in_flight` says how many microbatches a stage holds at once, 1 if left out. `slack` accepts a bottleneck
     that is longer by this share for a smaller sum of `prices`.
 
-    With one stage a rank the cut is exact. With several it is exact if the search ends within its budget; otherwise
+    With one stage per rank the cut is exact. With several it is exact if the search ends within its budget; otherwise
     `lower_bound` says how far from the best it can be.
 
     >>> balance_stages(Blocks(times=(3, 1, 4, 1, 5, 9, 2, 6)), 3).cuts

@@ -86,7 +86,7 @@ class Machine:
         rates = ", ".join(f"{dtype_name(dtype)} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in self.matmul_flops.items())
         return (
             f"matrix products {rates}; memory {self.memory_bandwidth / 1e9:,.1f} GB/s; "
-            f"{self.overhead * 1e6:.1f} us an operation; link {self.link_bandwidth / 1e9:,.1f} GB/s, "
+            f"{self.overhead * 1e6:.1f} us per operation; link {self.link_bandwidth / 1e9:,.1f} GB/s, "
             f"{self.link_latency * 1e6:.0f} us"
         )
 

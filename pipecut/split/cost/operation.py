@@ -165,7 +165,7 @@ class CostFinder:
         return self.place_of_parameter(index) < len(self._places)
 
     def place_of_parameter(self, index: int) -> int:
-        """Return the number of a parameter in the order of the model's; what is none comes after all of them."""
+        """Return the number of a parameter in the order of the model's; values that are not parameters sort last."""
         names = self.traced.state_names.get(index, ()) if self.traced.operations[index].kind == "state" else ()
         return min((self._places[name] for name in names if name in self._places), default=len(self._places))
 

@@ -77,7 +77,7 @@ class _Saved:
 
 
 class SavedValues:
-    """Values that each operation keeps for the backward. Parameters are there anyway, and are not among them."""
+    """Values that each operation keeps for the backward. Parameters are held anyway, and are not among them."""
 
     def __init__(self, traced: TracedModel, memory: MemoryMap) -> None:
         self.traced, self.memory = traced, memory
@@ -169,7 +169,7 @@ def _all_inputs(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
 
 
 def _indices(saved: SavedValues, op: Operation) -> Iterator[_Saved]:
-    """Yield arguments of whole numbers or truth values: they say which elements were taken."""
+    """Yield arguments of integers or truth values: they say which elements were taken."""
     for index in op.refs:
         spec = saved.traced.operations[index].spec
         if spec is not None and not spec.dtype.is_floating_point:

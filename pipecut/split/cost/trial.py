@@ -95,7 +95,7 @@ def arguments_of(op: Operation) -> tuple[int, ...]:
 
 
 def try_operation(traced: TracedModel, op: Operation) -> _TrialResult | None:
-    """Run an operation on its own to see what it keeps; None for one that writes or is no operator of torch."""
+    """Run an operation on its own to see what it keeps; None for one that writes or is not an operator of torch."""
     call = _call_of(traced, op)
     return None if call is None else _tried(call)
 
@@ -173,8 +173,8 @@ def _tried(call: _Call) -> _TrialResult | None:
 @contextlib.contextmanager
 def _modes(call: _Call) -> Iterator[None]:
     """Run the operation as in training, whatever mode the model is priced in."""
-    told = logging.getLogger(FAKE_TENSOR_LOGGER)  # it writes a page for an operation that cannot be tried
-    disabled, told.disabled = told.disabled, True
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)  # it writes a page for an operation that cannot be tried
+    disabled, logger.disabled = logger.disabled, True
     try:
         with contextlib.ExitStack() as modes:
             modes.enter_context(torch.enable_grad())
@@ -184,7 +184,7 @@ def _modes(call: _Call) -> Iterator[None]:
                 )
             yield
     finally:
-        told.disabled = disabled
+        logger.disabled = disabled
 
 
 class _PartRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ def full_backward(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | Non
     """Return the gradients of the inputs, and add those of the parameters to their `.grad`.
 
     A loss has the gradient None, which stands for 1. Another output with None does not take part. Inputs are the leaves
-    that the stage ran on. One that is no tensor, needs no gradient or has no influence gets None.
+    that the stage ran on. One that is not a tensor, needs no gradient or has no influence gets None.
 
     >>> layer, value = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2, requires_grad=True)
     >>> gradients = full_backward([layer(value)], [torch.ones(1, 1)], [value, 7])

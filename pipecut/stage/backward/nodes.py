@@ -89,7 +89,7 @@ def _batched_product(node: Any, edges: _Edges) -> _Recipe:
 
 def _elements_behind(node: Any, edge: int) -> int:
     """Return the number of elements of the gradient that goes along this edge."""
-    # A saved tensor would tell it too, but may be packed; unpacking it may start a recomputation.
+    # A saved tensor would show it too, but may be packed; unpacking it may start a recomputation.
     target, number = node.next_functions[edge]
     return math.prod(gradient_shape(target, number))
 

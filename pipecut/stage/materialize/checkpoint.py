@@ -49,7 +49,7 @@ class Checkpoint(Protocol):
         """The names of all tensors and objects."""
 
     def entry(self, name: str) -> Entry | None:
-        """Return shape and dtype of a tensor; None for an object that is no tensor."""
+        """Return shape and dtype of a tensor; None for an object that is not a tensor."""
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into others of their shapes, converted to their dtypes and devices."""

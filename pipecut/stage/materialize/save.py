@@ -23,7 +23,7 @@ def save_stage(stage: PipelineStage, directory: str | os.PathLike[str]) -> Path:
     """Write a stage into a directory in which all ranks save theirs, and return the path of its file.
 
     The files are safetensors with the model's names; a tied parameter is saved once, by the first stage that holds it.
-    When all stages are there, `model.safetensors.index.json` says in which file a name is. So the directory can be read
+    When all stages are saved, `model.safetensors.index.json` says in which file a name is. So the directory can be read
     by `pipe.build_stage(index, device, checkpoint=directory)`, however the model is cut then, and by other programs.
 
     >>> import tempfile, torch
@@ -85,7 +85,7 @@ def _check_can_be_saved(stage: PipelineStage, name: str, value: Any) -> None:
 
 
 def _write_index(folder: Path, total: int) -> None:
-    """Write the index once all files are there; if two ranks come at once, both write the same."""
+    """Write the index once all files exist; if two ranks do it at once, both write the same."""
     files = [folder / _file_name(index, total) for index in range(total)]
     if not all(file.exists() for file in files):
         return

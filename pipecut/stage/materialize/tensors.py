@@ -103,7 +103,7 @@ def _empty_like(name: str, old: Tensor, device: torch.device) -> Tensor:
     kind = type(old)
     if kind not in (Tensor, FakeTensor) and not issubclass(kind, nn.Parameter):
         raise PipeError(
-            f"{name} is a {kind.__name__}, of which no other can be made with values: make the model with plain "
+            f"{name} is a {kind.__name__}, which cannot be recreated with values: make the model with plain "
             "tensors, and wrap or shard its stages after they are built"
         )
     form = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")

@@ -172,5 +172,5 @@ def _several(specs: Mapping[str, TensorSpec], symbols: list[sympy.Symbol]) -> st
         f'"{path}": {{{dim}: "{"batch" if nth == 0 else f"rows{nth}"}"}}' for nth, (path, dim) in enumerate(places)
     ]
     named = f"name them in pipeline(), such as dynamic={{{', '.join(wishes)}}}: the one called batch is cut"
-    first = f"the trace does not tell which of {names} is the batch, that is to be cut:"
+    first = f"the trace does not show which of {names} is the batch, that is to be cut:"
     return "\n".join([first, *lines, f"{named}; or {_REMEDY}"])

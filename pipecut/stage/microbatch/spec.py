@@ -73,7 +73,7 @@ class ChunkSpec(Atom):
 class TensorChunkSpec(ChunkSpec):
     """A tensor whose samples lie along `split_dim`. Given for a nested argument, it holds for all tensors inside.
 
-    Outputs are concatenated along it. Values that are no tensors go to every microbatch, and must be the same in the
+    Outputs are concatenated along it. Values that are not tensors go to every microbatch, and must be the same in the
     outputs of all.
 
     >>> TensorChunkSpec(1)

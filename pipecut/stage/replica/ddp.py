@@ -1,7 +1,7 @@
 """Stages under DistributedDataParallel or replicate(): gradients are averaged once, after the last backward of a step.
 
 Its reducer works during a backward, when it has seen a gradient for every parameter. So all backwards of a step run as
-under `no_sync`. Then the reducer is told that all gradients are there, and does its work: buckets, hooks and all.
+under `no_sync`. Then the reducer is notified that all gradients are complete, and does its work with buckets and hooks.
 `replicate()` is a DistributedDataParallel over the parameters only, out of sight, which its first forward makes.
 """
 
@@ -71,7 +71,7 @@ class _Average:
     def module(self) -> DistributedDataParallel:
         """The wrapper. That of replicate() is made by the first forward, when the parameters are on their device."""
         module = self.copied.wrapper
-        _refuse_unusual(module, self.copied.called)
+        _check_options(module, self.copied.called)
         self._parameters = _parameters_of(self.copied)
         self._static = _StaticGraph.of(module, self._parameters) if module.static_graph else None
         return module
@@ -85,7 +85,7 @@ class _Average:
         module = self.module
         if not self.copied.averages:
             return
-        self._refuse_unfrozen()
+        self._check_none_unfrozen()
         unused = {name for name, parameter in self._parameters.items() if parameter.grad is None}
         if self._static is None or not self._static.average_first_step():
             self._reduce()
@@ -120,7 +120,7 @@ class _Average:
         trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
         return [number for number in trained if parameters[number].grad is not None] or trained[:1]
 
-    def _refuse_unfrozen(self) -> None:
+    def _check_none_unfrozen(self) -> None:
         known = {id(parameter) for parameter in self._parameters.values()}
         called = self.copied.called
         for name, parameter in self.copied.named_parameters():
@@ -147,7 +147,7 @@ class _Average:
 
 
 class _AllReady(torch.autograd.Function):
-    """An operation on parameters, whose backward tells a reducer that their gradients are there.
+    """An operation on parameters, whose backward notifies a reducer that their gradients are complete.
 
     The reducer insists on a backward, and looks in its graph for parameters. They are not part of it, for then their
     hooks would be called once more.
@@ -177,7 +177,7 @@ def _parameters_of(copied: _Copied) -> dict[str, Tensor]:
     return parameters
 
 
-def _refuse_unusual(module: DistributedDataParallel, called: str) -> None:
+def _check_options(module: DistributedDataParallel, called: str) -> None:
     """Raise on options with which gradients are averaged by hooks of their own, in every backward."""
     for name, used in hook_based_options(module).items():
         if used:

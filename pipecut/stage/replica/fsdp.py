@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 
-_Passage = Callable[[Tensor], Tensor]
+_HooksOnlyForward = Callable[[Tensor], Tensor]
 
 
 class _Shards(Replica):
@@ -38,7 +38,7 @@ class _Shards(Replica):
         for part in self._parts:
             part.reshard()
         self._module = module
-        self._passages = [_passage(root) for root in _roots(module)]
+        self._hooks_only_forwards = [_hooks_only_forward(root) for root in _roots(module)]
         self._device = next(module.parameters()).device
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
         self._sharding_parts = [part for part in self._parts if any(map(_shards, fsdp_mesh_infos(part)))]
@@ -86,7 +86,7 @@ class _Shards(Replica):
     def reduce_gradients(self) -> None:
         for group in self.groups:
             if dist.get_backend(group) == "gloo":
-                # Its reduce_scatter waits for ever on a connection that was closed before; its barrier does not.
+                # Its reduce_scatter waits forever on a connection that was closed before; its barrier does not.
                 dist.barrier(group)
         self._accumulates = False
         self._set_last_backward(True)
@@ -109,9 +109,9 @@ class _Shards(Replica):
             part.set_reshard_after_backward(last, recurse=False)
 
     def _call_hooks(self) -> None:
-        for passage in self._passages:
+        for forward in self._hooks_only_forwards:
             with torch.enable_grad():
-                end = passage(torch.zeros((), device=self._device, requires_grad=True))
+                end = forward(torch.zeros((), device=self._device, requires_grad=True))
             end.backward()  # type: ignore[no-untyped-call]
 
 
@@ -126,16 +126,16 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         yield from _roots(child)
 
 
-def _passage(root: nn.Module) -> _Passage:
+def _hooks_only_forward(root: nn.Module) -> _HooksOnlyForward:
     """Return a forward of the module that runs nothing but the hooks of fully_shard before and after it."""
     from torch.distributed.fsdp import register_fsdp_forward_method  # slow to import, and imported by now
 
-    name = "_pipecut_passage"
+    name = "_pipecut_hooks_only_forward"
     setattr(root, name, torch.clone)
     register_fsdp_forward_method(root, name)
-    passage = cast(_Passage, getattr(root, name))
+    forward = cast(_HooksOnlyForward, getattr(root, name))
     delattr(root, name)
-    return passage
+    return forward
 
 
 def _shards(mesh_info: Any) -> bool:

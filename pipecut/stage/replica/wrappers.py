@@ -15,7 +15,7 @@ from .fsdp import SHARDS
 # A new wrapper is a file with its Replica, and an entry here.
 _WRAPPERS = (COPIES, SHARDS)
 
-# Wrappers that would average some gradients and not others, for they cannot be told which backward is the last, and
+# Wrappers that would average some gradients and not others, since the last backward cannot be marked for them, and
 # what to use instead.
 _UNSUPPORTED = (
     (
@@ -31,7 +31,7 @@ def replica_of(module: nn.Module) -> Replica:
     >>> replica_of(nn.Linear(2, 2)).is_reduced
     False
     """
-    _refuse_unsupported(module)
+    _check_supported(module)
     found = []
     for wrapper in _WRAPPERS:
         parts = _parts_under(wrapper, module)
@@ -51,7 +51,7 @@ def wrapped_parts(module: nn.Module) -> frozenset[int]:
     return frozenset(id(part) for wrapper in _WRAPPERS for part in _parts_under(wrapper, module))
 
 
-def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
+def check_not_within_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
     """Raise if a stage is copied over ranks of its own pipeline, which hold other stages."""
     own = set(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}
     for group in replica.groups:
@@ -64,7 +64,7 @@ def refuse_ranks_of_pipeline(replica: Replica, stage: int, pipeline: dist.Proces
             )
 
 
-def _refuse_unsupported(module: nn.Module) -> None:
+def _check_supported(module: nn.Module) -> None:
     for known, instead in _UNSUPPORTED:
         kind = _imported(known)
         for path, part in module.named_modules():

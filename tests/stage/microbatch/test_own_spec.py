@@ -37,7 +37,7 @@ class Interleave(ChunkSpec):
 
 
 class Prompts:
-    """A batch that is no tensor, and whose samples pipecut cannot see."""
+    """A batch that is not a tensor, and whose samples pipecut cannot see."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths

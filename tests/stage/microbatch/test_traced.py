@@ -77,7 +77,7 @@ def test_two_sizes_that_are_not_tied_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         batch_dims(pipe.traced.call)
     assert str(caught.value) == (
-        "the trace does not tell which of batch, table_dim0 is the batch, that is to be cut:\n"
+        "the trace does not show which of batch, table_dim0 is the batch, that is to be cut:\n"
         "  x is float32[batch, 4]\n"
         "  table is float32[table_dim0, 4]\n"
         'name them in pipeline(), such as dynamic={"x": {0: "batch"}, "table": {0: "rows1"}}: the one called batch is '

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a stage: averaged once a step, with all that it offers."""
+"""DistributedDataParallel around a stage: averaged once per step, with all that it offers."""
 
 from __future__ import annotations
 

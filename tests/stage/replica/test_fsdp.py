@@ -1,4 +1,4 @@
-"""fully_shard on stages and their blocks: gathered by the plan, reduced once a step, in any precision."""
+"""fully_shard on stages and their blocks: gathered by the plan, reduced once per step, in any precision."""
 
 from __future__ import annotations
 
