@@ -548,6 +548,7 @@ def _count(box: Box) -> int:
     return int(match[1]) if match else box.action.count(",") + 1
 
 
+@pytest.mark.slow
 def test_a_big_picture_stays_small_and_leaves_out_no_action() -> None:
     picture = render.svg(big(64, 3125))
     assert len(picture) < 5_000_000
@@ -759,6 +760,7 @@ def test_names_are_escaped_in_html() -> None:
     source.encode("utf-8")
 
 
+@pytest.mark.slow
 def test_a_big_page_stays_small() -> None:
     page = render.html(big(64, 3125))
     assert len(page) < 5_000_000

@@ -25,7 +25,7 @@ from pipecut.split import SplitPlan, check_split_spec, cut_trace, cuts_by_marks,
 from tests.split.random_models import Case, Net, cases, leaves_of
 from tests.support.properties import examples
 
-EXAMPLES = examples(25)
+EXAMPLES = examples(12)
 BATCH, OTHER_BATCH = 3, 5
 
 # What pipecut refuses with good reason. Every other error is a failure.

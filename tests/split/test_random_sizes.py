@@ -19,7 +19,7 @@ from pipecut.errors import InputError
 from tests.support.properties import examples
 from tests.support.training import assert_same_gradients, gradients_of
 
-EXAMPLES = examples(6)
+EXAMPLES = examples(4)
 WIDTH = 4
 
 # From [batch, seq, 4] and the other input, [batch, seq], to [batch, seq, 4].

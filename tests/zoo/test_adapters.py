@@ -74,5 +74,6 @@ def test_adapters_in_the_upper_layers() -> None:
     assert_trains_as_uncut(*with_adapters("llama", [2, 3]), lowest_layer=2)
 
 
+@pytest.mark.slow
 def test_frozen_embeddings_and_lower_layers() -> None:
     assert_trains_as_uncut(*with_frozen_bottom(), lowest_layer=2)

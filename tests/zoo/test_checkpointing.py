@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pipecut import PipelineStage, PlannedSchedule, pipeline, random_streams
 from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
-from tests.support.sampling import sampled
 from tests.support.training import TIGHT, Gradients, assert_same_gradients, gradients_of
 
 STAGES, MICROBATCHES, LAYERS, WORDS = 4, 4, 4, 32
@@ -60,7 +59,8 @@ def uncut_gradients(model: nn.Module, ids: Tensor) -> Gradients:
     return gradients_of(model)
 
 
-@pytest.mark.parametrize(("make", "reentrant"), sampled([(llama, False), (gpt2, True)], lambda case: case[0] is llama))
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "reentrant"), [(llama, False), (gpt2, True)])
 def test_checkpoints_of_published_models(make: Callable[[], Any], reentrant: bool) -> None:
     torch.manual_seed(0)
     model = make().double().train()

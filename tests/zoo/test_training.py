@@ -48,7 +48,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stages"), sampled(CASES, lambda case: case[0] in ("llama", "vit")))
+@pytest.mark.parametrize(("name", "stages"), sampled(CASES, lambda case: case[0] == "llama"))
 def test_cut_anywhere(name: str, stages: int) -> None:
     model, batch = make(name)
     expected = uncut_gradients(model, batch)
