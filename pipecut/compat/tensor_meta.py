@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import StageMetadataError
 from ..stage import is_distributed
+from ..text import shape_text
 from ..torch_internals import mesh_layout
 
 MeshKey: TypeAlias = tuple[Any, Any]
@@ -35,8 +36,8 @@ class _TensorMeta:
     def from_tensor(tensor: Tensor) -> _TensorMeta:
         if is_distributed(tensor):
             raise PipeliningMetadataError(
-                f"Expected plain tensor, got DTensor (of shape {list(tensor.shape)}): use _DTensorMeta.from_dtensor(), "
-                "or extract_tensor_meta() for either"
+                f"Expected plain tensor, got DTensor (of shape {shape_text(tensor.shape)}): use "
+                "_DTensorMeta.from_dtensor(), or extract_tensor_meta() for either"
             )
         return _TensorMeta(tensor.shape, tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 

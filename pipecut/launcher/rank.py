@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import number_of_groups
+from ..torch_internals import LOST_CONNECTION, number_of_groups
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -39,8 +39,6 @@ INTERRUPTED = 128 + signal.SIGINT
 
 _LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
 _JOIN_GUARD = datetime.timedelta(minutes=30 * PATIENCE)  # a rank that dies before it joins is noticed by the pool
-# Words of torch.distributed when another rank has gone, or does not answer.
-_LOST = ("Connection closed", "Connection reset", "pair closure", "Broken pipe", "imed out", "imeout", "NCCL")
 
 _has_begun = False
 
@@ -93,7 +91,7 @@ class Outcome:
 def _is_lost_connection(error: BaseException | None) -> bool:
     seen: list[BaseException] = []  # a cause may have the error that it caused as its context
     while error is not None and error not in seen:
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_CONNECTION):
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__

@@ -21,6 +21,7 @@ from .spec import Dim as Dim
 from .spec import TensorSpec as TensorSpec
 from .structure import LEAF as LEAF
 from .structure import Atom as Atom
+from .structure import NthLeaf as NthLeaf
 from .structure import Path as Path
 from .structure import Structure as Structure
 from .structure import flatten as flatten

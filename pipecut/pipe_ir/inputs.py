@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ..errors import ExampleError, InputError
-from ..text import dtype_name
+from ..text import dtype_name, shape_text
 from .sizes.dynamic import NOTHING_ASKED, DynamicDims, Place, read_dynamic
 from .sizes.faults import size_faults
-from .structure import Atom, Structure, flatten, unflatten
+from .structure import NthLeaf, Structure, flatten, unflatten
 from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
 
 
@@ -41,13 +41,6 @@ class Example:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
 
-@dataclass(frozen=True)
-class _Nth(Atom):
-    """Placeholder of the nth leaf while arguments are bound to names."""
-
-    index: int
-
-
 def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, dynamic: Any = None) -> Example:
     """Check example arguments against `model.forward`'s signature and name their leaves."""
     if not isinstance(args, tuple):
@@ -61,7 +54,7 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, 
         raise InputError(f"{type(model).__name__} is a TorchScript module, which cannot be traced; pass the nn.Module")
     signature = inspect.signature(model.forward)
     leaves, call = flatten((args, dict(kwargs or {})))
-    marked_args, marked_kwargs = unflatten(call, [_Nth(index) for index in range(len(leaves))])
+    marked_args, marked_kwargs = unflatten(call, [NthLeaf(index) for index in range(len(leaves))])
     named, structure = flatten(_bind(signature, type(model).__name__, marked_args, marked_kwargs))
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise InputError(
@@ -69,7 +62,7 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, 
             "mb_args and mb_kwargs are the arguments of one call, such as mb_args=(x,)"
         )
     named_leaves = tuple(
-        (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, _Nth) else (_pretty(path), None, leaf)
+        (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, NthLeaf) else (_pretty(path), None, leaf)
         for path, leaf in zip(structure.paths(), named, strict=True)
     )
     paths = {nth: path for path, nth, _ in named_leaves}
@@ -161,7 +154,9 @@ def _tensor_faults(entry: TracedInput, value: torch.Tensor, fixed: Sequence[Fixe
     spec = entry.spec
     assert spec is not None
     if value.dim() != len(spec.shape):
-        return [f"{entry.path} has {value.dim()} dims {list(value.shape)}; the trace has {len(spec.shape)}: {spec}"]
+        return [
+            f"{entry.path} has {value.dim()} dims {shape_text(value.shape)}; the trace has {len(spec.shape)}: {spec}"
+        ]
     faults = [
         f"{entry.path} has size {size} in dim {dim}{_name_of(entry, dim, fixed)}; the trace holds for {expected} only "
         f"({_why_fixed(entry, dim, fixed)})"
@@ -196,7 +191,7 @@ def _same_value(fixed: Any, value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return f"a tensor {shape_text(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def active_autocast() -> str:

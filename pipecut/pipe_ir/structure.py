@@ -25,6 +25,13 @@ class Atom:
 
 
 @dataclasses.dataclass(frozen=True)
+class NthLeaf(Atom):
+    """Placeholder of the nth leaf of a call while its arguments are bound to a signature."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Structure:
     """Structure of a nested value: `rebuild` makes the value of its children, which `keys` lead to.
 

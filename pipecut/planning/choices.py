@@ -17,6 +17,7 @@ from ..errors import InputError, PlanError
 from ..pipe_ir import TracedModel, bind_inputs, clone, flatten, stand_in_for_meta, unflatten
 from ..schedule import FAMILIES, Op, Plan, plan_for
 from ..split import ConcreteCosts, changed_state
+from ..text import counted
 from ..torch_internals import HOOK_DICTS, FakeTensorMode
 
 Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model and an example of its arguments
@@ -206,7 +207,7 @@ def failing_sizes(traced: TracedModel, source: Source, sizes: Iterable[int]) -> 
         trial = _FakeForward(traced, source)
         if trial.failure(example) is None:  # otherwise the model cannot run on fake tensors at all
             found |= {size: fault for size in unchecked for fault in [trial.failure(size)] if fault}
-    return {size: f"the model does not run with {size} sample{'s' * (size > 1)}: {why}" for size, why in found.items()}
+    return {size: f"the model does not run with {counted(size, 'sample')}: {why}" for size, why in found.items()}
 
 
 def no_size_error(reasons: Iterable[str]) -> InputError:

@@ -16,6 +16,7 @@ from ..pipe import Pipe
 from ..pipe_ir import TracedModel
 from ..schedule import Placement, Report, search_schedule
 from ..split import Chain, SplitPlan, cut_trace, dominant_block, mean_of
+from ..text import counted
 from .candidate import Candidate, make_candidate, no_fit_error
 from .choices import Choice, in_flight, no_size_error
 from .costs import StageCosts
@@ -219,8 +220,7 @@ def measure_cut(
     found = on_all_ranks(group, functools.partial(_attempt, ready) if callable(ready) else lambda: ready)
     failures = [each for each in found if isinstance(each, str)]
     if failures:
-        samples = f"{choice.microbatch} sample{'s' * (choice.microbatch > 1)}"
-        return f"the model does not run with {samples}: {failures[0]}"
+        return f"the model does not run with {counted(choice.microbatch, 'sample')}: {failures[0]}"
     times = [each for each in found if not isinstance(each, str)]
     return {index: _mean([each[index] for each in times if index in each]) for held in ranks for index in held}
 

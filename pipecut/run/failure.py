@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
-from ..torch_internals import abort_connections
+from ..torch_internals import LOST_CONNECTION, abort_connections
 
 _KEY = "pipecut/failure"
 _PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
@@ -163,7 +163,8 @@ class FailureReports:
                 continue  # that is what was wanted
 
 
-_CONNECTION_WORDS = ("onnection", "pair closure", "Broken pipe", "imed out", "NCCL", "Socket")
+# An error of a transfer has no words of the user in it: whatever is said of a connection counts.
+_CONNECTION_WORDS = (*LOST_CONNECTION, "onnection", "Socket")
 
 
 def is_about_connection(error: BaseException) -> bool:

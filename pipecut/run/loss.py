@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, MissingTargetError, PipeError, PipeWarning
 from ..pipe_ir import PipeInfo
+from ..text import shape_text
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 HOW_TO_GET_A_LOSS = (
@@ -99,7 +100,7 @@ class Objective:
             return loss
         if self.is_own and loss is None:
             raise InputError(f"a training step needs a loss, and {_lack(output)}: {HOW_TO_GET_A_LOSS}")
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = f"a tensor of shape {shape_text(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         if self.is_own:
             raise InputError(
                 f"the loss in the output of the model is {got} for microbatch {microbatch}: {HOW_TO_GET_A_LOSS}"
@@ -129,7 +130,7 @@ def _is_number(value: Any) -> bool:
 def _lack(output: Any) -> str:
     """Say in what way an output holds no loss."""
     if isinstance(output, Tensor):
-        return f"the output of the model is a tensor of shape {list(output.shape)}"
+        return f"the output of the model is a tensor of shape {shape_text(output.shape)}"
     kind = type(output).__name__
     has_place = "loss" in output if isinstance(output, Mapping) else hasattr(output, "loss")
     if has_place:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..pipe_ir import unflatten
 from ..stage import Rule, cut_rows, match_specs, open_value
+from ..text import shape_text
 
 _SPEC = "target_chunk_spec"
 _REMEDY = (
@@ -84,8 +85,8 @@ def _leaf(name: str, value: Any, rule: Rule, total: int, samples_first: bool) ->
         return _Leaf(name, value, rule, None)
     if not samples_first and tuple(value.shape) != (total,):
         raise InputError(
-            f"{name} has the shape {list(value.shape)}, and it is not known in which dim its {total} samples are, for "
-            f"inputs have theirs in another dim than 0: {_REMEDY}"
+            f"{name} has the shape {shape_text(value.shape)}, and it is not known in which dim its {total} samples "
+            f"are, for inputs have theirs in another dim than 0: {_REMEDY}"
         )
     return _Leaf(name, value, rule, value.shape[0], 0)
 
@@ -138,7 +139,7 @@ def _raise_samples_elsewhere(part: _Leaf, total: int) -> None:
     """Raise on several rows per sample if the samples may be in another dim, as where a model returns them there."""
     dim = list(part.value.shape).index(total, 1)
     raise InputError(
-        f"{part.name} has the shape {list(part.value.shape)}, and the batch {total} samples: it is not known whether "
-        f"they are in dim 0, with {len(part.value) // total} rows each, or in dim {dim}. Make the schedule with "
-        f"target_chunk_spec=TensorChunkSpec(0), or TensorChunkSpec({dim})"
+        f"{part.name} has the shape {shape_text(part.value.shape)}, and the batch {total} samples: it is not known "
+        f"whether they are in dim 0, with {len(part.value) // total} rows each, or in dim {dim}. Make the schedule "
+        f"with target_chunk_spec=TensorChunkSpec(0), or TensorChunkSpec({dim})"
     )

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow, Placement, tie_messages
-from ..stage import PipelineStage
+from ..stage import PipelineStage, unwrapped_name
 from ..text import did_you_mean, numbered, tensor_text
 from .transport import Meta, Transport
 
 Stages = Mapping[int, PipelineStage]
-_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,11 @@ class Tie:
 
     def _parameter(self, stage: int, module: nn.Module) -> Tensor:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in self.names[stage] or _unwrapped(name) in self.names[stage]:
+            if name in self.names[stage] or unwrapped_name(name) in self.names[stage]:
                 return parameter
         raise PipeError(
             f"stage {stage} does not hold {self.names[stage][0]}, which it shares: do not replace its parameters"
         )
-
-
-def _unwrapped(name: str) -> str:
-    """Return the name of a parameter in the user's own module."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
 
 
 def ties_of_pipe(info: PipeInfo) -> tuple[Tie, ...]:
@@ -288,7 +280,7 @@ def _check_known(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> Non
         if stage not in here:
             continue
         known = [each for each, _ in here[stage].submod.named_parameters(remove_duplicate=False)]
-        if name not in known and name not in map(_unwrapped, known):
+        if name not in known and name not in map(unwrapped_name, known):
             raise InputError(f"{where}: stage {stage} has no parameter {name!r}.{did_you_mean(name, known)}")
 
 

@@ -28,6 +28,7 @@ from ..pipe_ir import (
     TracedModel,
     operator_name,
 )
+from ..text import shape_text
 from ..torch_internals import is_overload, schema_of
 
 # A value that travels by name through generated code: what an operation made, a symbolic dim, or the device (HERE).
@@ -302,8 +303,8 @@ def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
     """Raise if a tensor has another shape than in the trace; generated code calls this after a whole module."""
     if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
         raise PipeError(
-            f"{label!r} returned a tensor {list(tensor.shape)}, where the trace has {list(shape)} for these inputs; it "
-            "decides about sizes: call pipeline() with an example of this size"
+            f"{label!r} returned a tensor {shape_text(tensor.shape)}, where the trace has {shape_text(shape)} for "
+            "these inputs; it decides about sizes: call pipeline() with an example of this size"
         )
     return tensor
 

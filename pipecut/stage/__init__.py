@@ -53,6 +53,7 @@ from .randomness import StepSeeds as StepSeeds
 from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
 from .replica import check_not_within_pipeline as check_not_within_pipeline
+from .replica import unwrapped_name as unwrapped_name
 from .stage import Flight as Flight
 from .stage import Item as Item
 from .stage import PipelineStage as PipelineStage

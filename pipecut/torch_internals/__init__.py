@@ -14,6 +14,7 @@ from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
 from .autograd import tensor_hooks as tensor_hooks
+from .distributed import LOST_CONNECTION as LOST_CONNECTION
 from .distributed import REPLICATE_CLASS as REPLICATE_CLASS
 from .distributed import ReplicateState as ReplicateState
 from .distributed import abort_connections as abort_connections

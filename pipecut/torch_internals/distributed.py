@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+# Parts of the messages of torch.distributed, gloo's and NCCL's too, when another rank has gone or does not answer: they
+# come as a RuntimeError like any other.
+LOST_CONNECTION = ("Connection closed", "Connection reset", "pair closure", "Broken pipe", "imed out", "imeout", "NCCL")
+
 
 def abort_connections(group: dist.ProcessGroup, device: torch.device) -> None:
     """Break the connections of a group's backend for a device, so that nobody waits at them."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..pipe_ir import clone, flatten, map_leaves
 from ..run import PlannedSchedule
+from ..text import shape_text
 from .stages import BufferPlace, Call, PlannedStages
 
 Gradients = dict[str, Tensor | None]
@@ -95,7 +96,7 @@ def _loss(inputs: StepInputs, output: Any) -> Tensor:
     assert inputs.loss_fn is not None
     loss = inputs.loss_fn(output, inputs.target, **inputs.loss_kwargs)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = f"a tensor of shape {shape_text(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(
             f"loss_fn returned {kind} for the uncut model; it must return one number, a tensor without dims"
         )

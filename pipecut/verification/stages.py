@@ -15,7 +15,8 @@ from ..pipe import Pipe
 from ..pipe_ir import flatten
 from ..run import cut_by_hand, cut_traced
 from ..schedule import FAMILIES, Plan, known_name, plan_for
-from ..stage import PipelineStage, is_distributed
+from ..stage import PipelineStage, is_distributed, unwrapped_name
+from ..text import shape_text
 
 Stages = Pipe | PipelineStage | Sequence[PipelineStage]
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -132,7 +133,6 @@ def _device_of(module: nn.Module, call: Call) -> torch.device:
 
 Naming = Callable[[int, str], str]  # stage, name in its module -> name in the model
 
-_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
 _SHOWN = 6
 
 
@@ -181,16 +181,10 @@ def match_buffers(stages: Sequence[PipelineStage], model: nn.Module) -> dict[Buf
     found: dict[BufferPlace, str] = {}
     for stage in stages:
         for path, buffer in stage.submod.named_buffers(remove_duplicate=False):
-            name = by_identity.get(id(buffer), _unwrapped(path))
+            name = by_identity.get(id(buffer), unwrapped_name(path))
             if name in named and named[name].shape == buffer.shape:
                 found[stage.stage_index, path] = name
     return found
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
 
 
 class _Matcher:
@@ -213,7 +207,7 @@ class _Matcher:
         return HeldParameter(stage, self.canonical[self._name(stage, name)], parameter)
 
     def _name(self, stage: int, name: str) -> str:
-        return _unwrapped(name) if self.names is None else self.names(stage, name)
+        return unwrapped_name(name) if self.names is None else self.names(stage, name)
 
     def _fault(self, stage: int, name: str, parameter: Tensor) -> str:
         where = f"stage {stage}: '{name}'"
@@ -224,7 +218,9 @@ class _Matcher:
             return f"{where} is not a parameter of {self.kind}, nor is there one named '{wanted}'"
         original = self.parameters[wanted]
         if parameter.shape != original.shape:
-            return f"{where} is {list(parameter.shape)}, and '{wanted}' of the model is {list(original.shape)}"
+            return (
+                f"{where} is {shape_text(parameter.shape)}, and '{wanted}' of the model is {shape_text(original.shape)}"
+            )
         if not torch.equal(parameter.detach().to(original.device, original.dtype), original.detach()):
             return f"{where} has other values than '{wanted}' of the model"
         return ""

@@ -16,7 +16,7 @@ from ..structure import flatten, unflatten
 from ..tracing.recorder import Recorder
 from ..tracing.records import why_and_where
 from .example_runs import KnownSize, size_from
-from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor
+from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor, stride_of
 
 # The operator that stands in a trace for the call of a module that stays as it is.
 torch.library.define(
@@ -171,7 +171,7 @@ class _Results:
         self.known = _known_sizes(of_runs, names)
         self.known_strides = [
             *self.known,
-            *_known_sizes([call.argument_strides for call in self.calls], [_strides(tensor) for tensor in tensors]),
+            *_known_sizes([call.argument_strides for call in self.calls], [stride_of(tensor) for tensor in tensors]),
         ]
         self._views: dict[ObservedTensor, tuple[list[Any], list[Any], Any]] = {}
         for position, leaf in enumerate(first.result.leaves):
@@ -237,10 +237,6 @@ def _known_sizes(runs: Sequence[Sequence[Sequence[int]]], names: Sequence[Sequen
             if len(set(values)) > 1 and not isinstance(name, int):
                 found.setdefault(values, name)
     return [KnownSize(values, name) for values, name in found.items()]
-
-
-def _strides(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _with_gradient(leaf: ObservedTensor, tensor: Tensor) -> Tensor:

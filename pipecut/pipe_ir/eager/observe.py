@@ -217,7 +217,7 @@ class Watcher(TorchFunctionMode):
         ]
         observed = ObservedCall(
             tuple(tuple(tensor.shape) for tensor in call.tensors),
-            tuple(_stride(tensor) for tensor in call.tensors),
+            tuple(stride_of(tensor) for tensor in call.tensors),
             Template.of(output, lambda leaf: self._observed(leaf, call), holders=True),
             tuple(written),
             tuple(buffers),
@@ -237,7 +237,7 @@ class Watcher(TorchFunctionMode):
         shared = (at for at, tensor in enumerate(call.tensors) if memory is not None and _memory(tensor) == memory)
         offset = int(leaf.storage_offset()) if memory is not None else 0
         return ObservedTensor(
-            tuple(leaf.shape), _stride(leaf), offset, leaf.dtype, leaf.device, leaf.requires_grad,
+            tuple(leaf.shape), stride_of(leaf), offset, leaf.dtype, leaf.device, leaf.requires_grad,
             next(shared, None), self._state.get(id(leaf)),
         )  # fmt: skip
 
@@ -269,7 +269,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _stride(tensor: Tensor) -> tuple[int, ...]:
+def stride_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, numbers or symbols; none of a sparse one."""
     return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import InputError
+from ...text import shape_text
 
 # What a user writes for one input: names by dim, the dims without names, or the names of all dims in order.
 _DimNames: TypeAlias = Mapping[int, str | None] | Sequence[int] | Sequence[str | int | None]
@@ -91,7 +92,7 @@ def _path(given: Any, tensors: Mapping[str, torch.Tensor], model_name: str) -> s
     alike = [path for path in tensors if path.endswith(f"[{given!r}]")]
     if len(alike) == 1:
         return alike[0]
-    inputs = ", ".join(f"{path} {list(tensor.shape)}" for path, tensor in tensors.items())
+    inputs = ", ".join(f"{path} {shape_text(tensor.shape)}" for path, tensor in tensors.items())
     inside = [path for path in tensors if path.startswith((f"{given}[", f"{given}."))]
     near = inside or difflib.get_close_matches(str(given), tensors, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -117,7 +118,7 @@ def _names_by_dim(path: str, tensor: torch.Tensor, wish: Any) -> dict[int, str |
         if not -tensor.dim() <= dim < tensor.dim():
             raise InputError(
                 f"dynamic names dim {dim} of {path}, which has {tensor.dim()} dims in the example: "
-                f"{list(tensor.shape)}; use dims 0 to {tensor.dim() - 1}"
+                f"{shape_text(tensor.shape)}; use dims 0 to {tensor.dim() - 1}"
                 if tensor.dim()
                 else f"dynamic names dim {dim} of {path}, which is a tensor without dims; leave it out"
             )
@@ -133,7 +134,7 @@ def _pairs_of_shape(path: str, tensor: torch.Tensor, shape: Sequence[Any]) -> li
     if len(shape) != tensor.dim():
         raise InputError(
             f"dynamic has {tuple(shape)} for {path}, which has {tensor.dim()} dims in the example: "
-            f"{list(tensor.shape)}; give each dim a name, or None to leave it as it is"
+            f"{shape_text(tensor.shape)}; give each dim a name, or None to leave it as it is"
         )
     return [(dim, name) for dim, name in enumerate(shape) if name is not None]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import SplitError, TooLittleMemoryError
-from ...text import format_bytes, format_bytes_rounded_up
+from ...text import counted, format_bytes, format_bytes_rounded_up
 from .chunked import ChunkedCuts
 from .problem import Array, Blocks, CutCosts, Memory, Positions, Ranks, Shared, one_rank_per_stage
 from .reach import LeastMemory, Reach, Reached, least_memory_cuts
@@ -56,9 +56,8 @@ class Balance:
         return "proven best" if self.is_best else f"at most {gap:.1%} above the best"
 
     def __str__(self) -> str:
-        stages = len(self.cuts) + 1
         return (
-            f"{stages} stage{'s' * (stages > 1)} on {len(self.loads)} rank{'s' * (len(self.loads) > 1)}: "
+            f"{counted(len(self.cuts) + 1, 'stage')} on {counted(len(self.loads), 'rank')}: "
             f"bottleneck {self.bottleneck:.4g}, mean {self.mean:.4g} ({self.imbalance:.3f} times the mean), "
             f"lower bound {self.lower_bound:.4g} ({self.proof})"
         )

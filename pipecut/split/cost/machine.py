@@ -29,8 +29,6 @@ class Machine:
     >>> machine = Machine(matmul_flops={torch.float32: 1e10}, memory_bandwidth=1e9, overhead=0.0)
     >>> machine.time(flops=1e10, bytes_moved=4e9, dtype=torch.float32)
     4.0
-    >>> machine.transfer_time(1e9) > machine.transfer_time(0)
-    True
     """
 
     matmul_flops: Mapping[torch.dtype, float] = field(default_factory=lambda: MappingProxyType({torch.float32: 4e10}))
@@ -77,10 +75,6 @@ class Machine:
         """Return the seconds of one operation: the longer of arithmetic and memory, and the overhead."""
         rate = self.matmul_flops.get(dtype, self.matmul_flops[torch.float32])
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.overhead
-
-    def transfer_time(self, size: float) -> float:
-        """Return the seconds of one message to another device."""
-        return self.link_latency + size / self.link_bandwidth
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype_name(dtype)} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in self.matmul_flops.items())

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...errors import InputError
+from ...text import shape_text
 from ...torch_internals import run_backward
 from ..dtensor import describe_tensor, is_distributed
 
@@ -61,8 +62,8 @@ def find_roots(outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None])
             gradient = _one_for(output)
         elif gradient.shape != output.shape:
             raise InputError(
-                f"output {len(roots)} that requires a gradient has shape {list(output.shape)}, and its gradient has "
-                f"{list(gradient.shape)}: the gradient must have the shape of the output"
+                f"output {len(roots)} that requires a gradient has shape {shape_text(output.shape)}, and its "
+                f"gradient has {shape_text(gradient.shape)}: the gradient must have the shape of the output"
             )
         elif type(gradient) is not type(output) and is_distributed(gradient) != is_distributed(output):
             raise InputError(

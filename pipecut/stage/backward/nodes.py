@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ...errors import InputError
+from ...text import shape_text
 from ...torch_internals import gradient_shape, is_only_hook, is_packed, is_python_node, saved_value, version_of
 from .autograd import Root
 from .weights import register_own_hook, weight_gradient_work
@@ -215,9 +216,9 @@ class Deferred:
         for tensor, version in zip(tensors, self._versions, strict=True):
             if version_of(tensor) != version:
                 raise InputError(
-                    f"a tensor of shape {list(tensor.shape)} that {self._kind} saved for a weight gradient was changed "
-                    f"in place between input_backward and weight_backward (version {version_of(tensor)}, expected "
-                    f"{version}): change it after weight_backward, or change a copy"
+                    f"a tensor of shape {shape_text(tensor.shape)} that {self._kind} saved for a weight gradient was "
+                    f"changed in place between input_backward and weight_backward (version {version_of(tensor)}, "
+                    f"expected {version}): change it after weight_backward, or change a copy"
                 )
         pairs = zip(self._targets, self._formula(gradient, *tensors), strict=True)
         return [(_entry_at(edge, made), made) for edge, made in pairs if made is not None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError, PipeError
 from ...pipe_ir import TiedParameter, TracedModel, clone
-from ...text import tensor_text
+from ...text import shape_text, tensor_text
 from ...torch_internals import EXTRA_STATE, TorchDispatchMode, schema_of, storage_id
 from .checkpoint import Checkpoint
 from .load import (
@@ -136,7 +136,7 @@ def _check_constants(traced: TracedModel) -> None:
         if op.kind == "constant" and isinstance(op.constant, Tensor) and not has_values(op.constant):
             raise PipeError(
                 f"the forward uses a tensor on the meta device that is neither parameter nor buffer ({op.name}, "
-                f"of shape {list(op.constant.shape)}{', at ' + op.source if op.source else ''}): make it a "
+                f"of shape {shape_text(op.constant.shape)}{', at ' + op.source if op.source else ''}): make it a "
                 "buffer, or make the model under pipecut.empty_weights()"
             )
 

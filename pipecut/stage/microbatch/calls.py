@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from ...errors import InputError
-from ...pipe_ir import LEAF, Atom, Path, Structure, TensorSpec, TracedCall, flatten, unflatten
+from ...pipe_ir import LEAF, NthLeaf, Path, Structure, TensorSpec, TracedCall, flatten, unflatten
 from .tensors import is_block_mask
 
 _REMEDY = "say where the samples are with args_chunk_spec and kwargs_chunk_spec: TensorChunkSpec(dim) or Replicate()"
@@ -88,7 +88,7 @@ def _names_by_signature(signature: inspect.Signature, args: Structure, kwargs: S
     >>> _names_by_signature(inspect.signature(forward), *structures)
     ['x', "rest[0]['ids']", "options['mask']"]
     """
-    numbers = (_Nth(index) for index in itertools.count())
+    numbers = (NthLeaf(index) for index in itertools.count())
     call = [unflatten(each, list(itertools.islice(numbers, _leaf_count(each)))) for each in (args, kwargs)]
     try:
         bound = signature.bind(*call[0], **call[1])
@@ -97,13 +97,6 @@ def _names_by_signature(signature: inspect.Signature, args: Structure, kwargs: S
     found, structure = flatten(dict(bound.arguments))
     named = {leaf.index: _by_keyword(path) for path, leaf in zip(structure.paths(), found, strict=True)}
     return [named[index] for index in sorted(named)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nth(Atom):
-    """A stand-in for the nth leaf of a call while it is bound to a signature."""
-
-    index: int
 
 
 def _by_keyword(path: Path) -> str:

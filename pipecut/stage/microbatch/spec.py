@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...pipe_ir import Atom, Path, Structure, flatten, map_leaves
-from ...text import did_you_mean
+from ...text import did_you_mean, shape_text
 from .tensors import (
     check_can_be_cut,
     check_holds_no_tensors,
@@ -141,8 +141,8 @@ class TensorChunkSpec(ChunkSpec):
         if not -tensor.dim() <= dim < tensor.dim():
             dims = f"dims 0 to {tensor.dim() - 1}" if tensor.dim() else "no dim"
             raise InputError(
-                f"{name} cannot be cut along dim {dim}: its shape is {list(tensor.shape)}, with {dims}; correct the "
-                "spec, or write Replicate()"
+                f"{name} cannot be cut along dim {dim}: its shape is {shape_text(tensor.shape)}, with {dims}; "
+                "correct the spec, or write Replicate()"
             )
         return dim % tensor.dim()
 

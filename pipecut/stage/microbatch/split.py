@@ -17,6 +17,7 @@ import torch
 
 from ...errors import InputError, SpecCountError, TooFewSamplesError
 from ...pipe_ir import unflatten
+from ...text import shape_text
 from .calls import Call, open_call
 from .spec import DEFAULT, ChunkSpec, Replicate, Rule, TensorChunkSpec, match_specs, written_call
 from .tensors import is_block_mask, rows_along
@@ -139,7 +140,7 @@ def _known(name: str, leaf: Any, dims: Mapping[str, int | None]) -> Rule:
         return Rule(Replicate() if dim is None else TensorChunkSpec(dim))
     if isinstance(leaf, torch.Tensor):
         raise InputError(
-            f"{name} is a tensor {list(leaf.shape)}, and it is not known in which dim its samples are: "
+            f"{name} is a tensor {shape_text(leaf.shape)}, and it is not known in which dim its samples are: "
             f"they are known of {', '.join(dims) or 'no argument'}"
         )
     return Rule(DEFAULT, given=False)
@@ -163,7 +164,7 @@ class _Leaf:
 
     @property
     def described(self) -> str:
-        return self.name if self.dim is None else f"{self.name} of shape {list(self.value.shape)}"
+        return self.name if self.dim is None else f"{self.name} of shape {shape_text(self.value.shape)}"
 
     @property
     def way(self) -> str:
@@ -245,7 +246,7 @@ def _agreed_sizes(call: Call, leaves: Sequence[_Leaf], chunks: int, knows_batch:
         raise InputError("\n".join(lines))
     if total < chunks:
         first = counted[0]
-        shape = "" if first.dim is None else f" has shape {list(first.value.shape)},"
+        shape = "" if first.dim is None else f" has shape {shape_text(first.value.shape)},"
         most = f", or ask for fewer microbatches, at most {total}" if total else ""
         raise TooFewSamplesError(
             f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches "

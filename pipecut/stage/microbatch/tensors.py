@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError, MisfitError, NoSuchDimError, PlacementError
 from ...pipe_ir import PLAIN_TYPES, flatten
-from ...text import tensor_text
+from ...text import shape_text, tensor_text
 from ..dtensor import is_distributed
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _check_misfits(values: Sequence[Tensor], dim: int, name: str) -> None:
     first = values[0]
     if not -first.dim() <= dim < first.dim():
         raise NoSuchDimError(
-            f"{name} cannot be joined along dim {dim}: its shape is {list(first.shape)} in microbatch 0; {_FOLD}"
+            f"{name} cannot be joined along dim {dim}: its shape is {shape_text(first.shape)} in microbatch 0; {_FOLD}"
         )
     place, expected = dim % first.dim(), _apart_from(first, dim % first.dim())
     for index, value in enumerate(values):

@@ -22,7 +22,6 @@ class Replica:
     """Actions around the computations of a module that other ranks hold too; by default they do nothing."""
 
     has_contexts = True  # False if nothing happens around computations, which then need no context
-    is_sharded = False  # True if a plan should say when the parameters are gathered
     is_reduced = False  # True if gradients have to be averaged over other ranks after the last backward of a step
     groups: Sequence[dist.ProcessGroup] = ()  # over which the module is copied or sharded
 

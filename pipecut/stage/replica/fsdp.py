@@ -42,7 +42,6 @@ class _Shards(Replica):
         self._device = next(module.parameters()).device
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
         self._sharding_parts = [part for part in self._parts if any(map(_shards, fsdp_mesh_infos(part)))]
-        self.is_sharded = bool(self._sharding_parts)
         groups = [
             group for part in self._parts for info in fsdp_mesh_infos(part) for group in info.mesh.get_all_groups()
         ]
