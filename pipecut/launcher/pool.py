@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import LaunchError
+from ..run import PATIENCE
 from ..text import numbered
 from .rank import (
     END,
     INTERRUPTED,
-    PATIENCE,
     SHOW_STACK,
     Call,
     Outcome,

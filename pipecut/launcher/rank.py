@@ -25,12 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..run import PATIENCE
 from ..torch_internals import LOST_CONNECTION, number_of_groups
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
-# Factor on every limit that only guards against hanging, for machines that are slow or busy.
-PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
 
 # Sent to a rank: the number of a call, negative if it begins with a new group, or END.
 END = None

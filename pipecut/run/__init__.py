@@ -8,6 +8,7 @@ the executor (executor.py), which has a handler for each kind of action.
 from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
 from .executor import checked_op as checked_op
+from .failure import PATIENCE as PATIENCE
 from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import cut_by_hand as cut_by_hand

@@ -7,6 +7,7 @@ for it, or comes to, gets an error at once, reads the store, and does the same.
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -23,7 +24,9 @@ from ..schedule import Action, Op
 from ..torch_internals import LOST_CONNECTION, abort_connections
 
 _KEY = "pipecut/failure"
-_PATIENCE = 2.0  # seconds to wait for the first failure to be written down, once a connection has broken
+# Factor on every limit that only guards against hanging, for machines that are slow or busy.
+PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
+_REPORT_WAIT = 2.0 * PATIENCE  # seconds for the first failure to be written down, once a connection has broken
 BEGIN, END = "before its first action", "after its last action"
 
 
@@ -129,7 +132,7 @@ class FailureReports:
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
     def _first_of(self, failure: Failure) -> Failure:
-        end = time.monotonic() + (_PATIENCE if failure.lost is not None else 0)
+        end = time.monotonic() + (_REPORT_WAIT if failure.lost is not None else 0)
         while (first := self._read()) is None and time.monotonic() < end:
             time.sleep(0.05)
         self._write(failure if first is None else first)

@@ -33,6 +33,8 @@ class LastStage:
             # A loss of the model's own is found by its name, which only the whole result has.
             loss = self.objective.loss(flight.result if is_own else output, target, state.loss_kwargs)
             state.in_loss_fn = False
+        if loss is None and state.training_undecided:
+            state.training = False
         if state.training or loss is not None:
             self._begin_with(self.objective.checked(loss, flight.result, microbatch), stage, microbatch, flight, state)
             if is_own:

@@ -24,7 +24,7 @@ HOW_TO_GET_A_LOSS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Objective:
     """Loss of a microbatch, from loss_fn or the model's own output.
 
@@ -41,8 +41,6 @@ class Objective:
     """
 
     loss_fn: Callable[..., Tensor] | None = None
-    # Called for an output without a loss, as long as that may mean that a step does not train.
-    without_loss: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     _known_places: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -86,10 +84,7 @@ class Objective:
     def loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any]) -> Any:
         """Return the loss of one microbatch; None if there is none, as in an evaluation without a target or labels."""
         if self.loss_fn is None:
-            found = _own_loss(output)
-            if found is None and self.without_loss is not None:
-                self.without_loss()
-            return found
+            return _own_loss(output)
         if target is not None:
             return self.loss_fn(output, target, **loss_kwargs)
         return self.loss_fn(output, **loss_kwargs) if self._places(loss_kwargs)[0] < 2 else None

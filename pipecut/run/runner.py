@@ -301,16 +301,11 @@ class LossProbing:
         """Return True if the next step trains only if there is a loss, by the facts that the ranks reported."""
         return reported.get(_LOSS) == _OWN and not self._has_trained and loss_probe_of(plan) is not None
 
-    def run(self, runner: Runner, states: Mapping[int, StepState], last_rank: int) -> bool:
+    def run(self, runner: Runner, states: Mapping[int, StepState]) -> bool:
         """Run such a step, and return True if it trained."""
         for state in states.values():
             state.training_undecided = True
-        if last_rank in states:
-            self._objective.without_loss = states[last_rank].report_no_loss
-        try:
-            runner.run(states)
-        finally:
-            self._objective.without_loss = None
+        runner.run(states)
         self._has_trained = all(state.training for state in states.values())
         if not self._has_trained:
             # A user who forgot the loss must not believe that the model is trained.

@@ -233,7 +233,7 @@ class PipelineSchedule:
         self._last_runner = runner
         trains, reported = given.training, self._connection.handshake.reported
         if trains and self._weighing is None and self._probing.is_needed(self.plan, reported):
-            trains = self._probing.run(runner, states, self._last_rank)
+            trains = self._probing.run(runner, states)
         else:
             runner.run(states)
         last = states.get(self._last_rank)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import CompiledStageError, InputError
 from ..schedule import FAMILIES, Family, Plan, known_name, plan_for
 from ..stage import PipelineStage, is_initialized
+from ..torch_internals import is_compiled_whole
 from .connection import as_list
 from .loss import LossWeight
 from .schedule import PipelineSchedule
@@ -90,7 +91,7 @@ class FamilySchedule(PipelineSchedule):
 def check_not_compiled(stages: Sequence[PipelineStage], schedule: str) -> None:
     """Raise on stages that are compiled as a whole, for a schedule that computes weight gradients later."""
     for stage in stages:
-        if type(getattr(stage, "submod", None)).__name__ == "OptimizedModule":
+        if is_compiled_whole(getattr(stage, "submod", None)):
             raise CompiledStageError(
                 f"{schedule} is not supported with a stage that torch.compile made one piece of: its weight gradients "
                 "come along with those of its inputs, and cannot be left for idle time. Compile the blocks inside the "

@@ -19,7 +19,8 @@ class StepState:
     """Everything that lives for one step on one rank.
 
     It is made when the step begins and dropped when it ends: executors, their mail and their transport keep nothing
-    of a step.
+    of a step. Two things are kept elsewhere. A stage has the microbatches in flight, for it can be used without an
+    executor. The sums of tied gradients have those from before the step, for the ranks of one process share them.
     """
 
     training: bool
@@ -59,8 +60,3 @@ class StepState:
     part: Action | None = None  # the part of an overlap that is running
     stage_inputs: list[Any] | None = None  # of the forward that is running
     in_loss_fn: bool = False
-
-    def report_no_loss(self) -> None:
-        """Note that the output of the model has no loss: the step does not train, unless that is decided already."""
-        if self.training_undecided:
-            self.training = False

@@ -11,7 +11,15 @@ from torch import nn
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
-from ..torch_internals import backward_hooks, buffers_of, children_of, forward_hooks, parameters_of, unsaved_buffers
+from ..torch_internals import (
+    backward_hooks,
+    buffers_of,
+    children_of,
+    forward_hooks,
+    keep_keys,
+    parameters_of,
+    unsaved_buffers,
+)
 from .codegen import Function
 from .program import Piece, walk
 from .state import Holdings, References, check_references_unchanged, referred_to
@@ -113,8 +121,7 @@ class _WithGaps:
     _pipecut_length: int
 
     def _members(self) -> dict[str, Any]:
-        members: dict[str, Any] = self._modules  # type: ignore[attr-defined]
-        return members
+        return children_of(self)  # type: ignore[arg-type]  # mixed into a module
 
     def __getitem__(self, index: int | slice) -> Any:
         members = self._members()
@@ -146,7 +153,7 @@ class _WithGaps:
 
 class _ParametersWithGaps(_WithGaps):
     def _members(self) -> dict[str, Any]:
-        return dict(self._parameters)  # type: ignore[attr-defined]
+        return parameters_of(self)  # type: ignore[arg-type]
 
 
 _MIXINS: dict[type[nn.Module], type] = {
@@ -164,7 +171,7 @@ def _allow_gaps(module: nn.Module, original: nn.Module) -> None:
             module.__class__ = quiet_subclass(type(module), {}, mixin)
             vars(module)["_pipecut_length"] = len(members)
     if isinstance(module, nn.ParameterDict):
-        module._keys = {key: None for key in module._keys if key in parameters_of(module)}
+        keep_keys(module)
 
 
 def _members_of(container: nn.Module) -> list[str]:

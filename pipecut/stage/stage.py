@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
 from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
 from ..text import listed
-from ..torch_internals import part_types, trainable_parameters
+from ..torch_internals import WRITE_TO_LEAF, part_types, trainable_parameters
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
 from .examples import Examples
@@ -24,9 +24,6 @@ from .replica import Replica, replica_of, wrapped_parts
 _WeightRunner = Callable[[], None]
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-# autograd's message on a write to a tensor at which its graph begins, or to a view of one.
-_WRITE_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
 @dataclass
@@ -158,7 +155,7 @@ class PipelineStage:
             try:
                 return self.submod(*inputs, **kwargs)
             except RuntimeError as error:
-                if _WRITE_TO_LEAF not in str(error):
+                if WRITE_TO_LEAF not in str(error):
                     raise
         copies, named = map_leaves(_copied, (tuple(inputs), dict(kwargs)))
         result = self.submod(*copies, **named)

@@ -4,6 +4,8 @@ Each function says why public torch is not enough, and has a test in tests/torch
 torch these fail first, and name what has changed. No other room touches a name of torch that begins with an underscore.
 """
 
+from .autograd import WRITE_TO_LEAF as WRITE_TO_LEAF
+from .autograd import NodeKind as NodeKind
 from .autograd import gradient_shape as gradient_shape
 from .autograd import has_gradient_hooks as has_gradient_hooks
 from .autograd import hooks_registered as hooks_registered
@@ -41,7 +43,9 @@ from .modules import buffers_of as buffers_of
 from .modules import children_of as children_of
 from .modules import forward_hooks as forward_hooks
 from .modules import is_compiled as is_compiled
+from .modules import is_compiled_whole as is_compiled_whole
 from .modules import is_wrapped_hook as is_wrapped_hook
+from .modules import keep_keys as keep_keys
 from .modules import make_subclass as make_subclass
 from .modules import parameters_of as parameters_of
 from .modules import part_types as part_types

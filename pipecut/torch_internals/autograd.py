@@ -17,6 +17,22 @@ from torch.utils.hooks import RemovableHandle
 # A place at which a gradient enters the graph, or is collected: a tensor, or an edge.
 _Place: TypeAlias = Tensor | GradientEdge
 
+# Autograd's message on a write to a tensor at which its graph begins, or to a view of one: a RuntimeError like others.
+WRITE_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+class NodeKind:
+    """Names of the types of nodes: they have no classes in Python by which a kind could be told."""
+
+    ACCUMULATOR = "AccumulateGrad"
+    ADDMM = "AddmmBackward0"
+    BMM = "BmmBackward0"
+    CONVOLUTION = "ConvolutionBackward0"
+    EMBEDDING = "EmbeddingBackward0"
+    MM = "MmBackward0"
+    REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+
+
 _engine: Any = torch.autograd.Variable._execution_engine
 
 

@@ -74,7 +74,17 @@ def is_wrapped_hook(hook: object) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return True if a module was compiled, by `torch.compile(module)` or in place by `module.compile()`."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled_whole(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled_whole(module: object) -> bool:
+    """Return True for a module that `torch.compile(module)` made; its class is imported with the compiler only."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def keep_keys(parameters: nn.ParameterDict) -> None:
+    """Forget the keys of a ParameterDict whose parameters are gone: `pop` fails without the parameter."""
+    parameters._keys = {key: None for key in parameters._keys if key in parameters._parameters}
 
 
 def trainable_parameters(module: nn.Module) -> list[Tensor]:

@@ -5,7 +5,7 @@ What is slow is waited for; only what would never end is cut off. Where even tha
 
 from __future__ import annotations
 
-from pipecut.launcher.rank import PATIENCE
+from pipecut.run import PATIENCE
 
 WORK = 600.0 * PATIENCE  # for a script, or a function on ranks
 HANG = 1800.0 * PATIENCE  # for a test, by pytest-timeout: above all others, which say more

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from pipecut.torch_internals import (
+    WRITE_TO_LEAF,
+    NodeKind,
     gradient_shape,
     has_gradient_hooks,
     hooks_registered,
@@ -127,3 +130,23 @@ def test_a_profiler_that_is_on_is_seen() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert profiler_is_on()
     assert not profiler_is_on()
+
+
+def test_kinds_of_nodes_have_these_names() -> None:
+    square, image = leaf(2, 2), leaf(1, 1, 4, 4)
+    made = {
+        NodeKind.ADDMM: torch.addmm(leaf(2), square, square),
+        NodeKind.BMM: torch.bmm(leaf(1, 2, 2), leaf(1, 2, 2)),
+        NodeKind.CONVOLUTION: nn.functional.conv2d(image, leaf(1, 1, 3, 3)),
+        NodeKind.EMBEDDING: nn.functional.embedding(torch.tensor([0]), square),
+        NodeKind.MM: square @ square,
+        NodeKind.REENTRANT_CHECKPOINT: checkpoint(torch.sin, square, use_reentrant=True),
+        NodeKind.ACCUMULATOR: square,
+    }
+    assert [type(node_of(tensor)).__name__ for tensor in made.values()] == [*made]
+
+
+def test_a_write_to_a_leaf_is_told_in_these_words() -> None:
+    for written in (leaf(2), leaf(2).view(2)):
+        with pytest.raises(RuntimeError, match=WRITE_TO_LEAF):
+            written.add_(1)

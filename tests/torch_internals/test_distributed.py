@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut.torch_internals import (
+    LOST_CONNECTION,
     REPLICATE_CLASS,
     ReplicateState,
     abort_connections,
@@ -120,3 +122,11 @@ def test_groups_are_counted() -> None:
 def test_the_connections_of_a_group_can_be_aborted() -> None:
     assert dist.group.WORLD is not None
     abort_connections(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_rank_that_does_not_answer_is_told_in_known_words(tmp_path: Path) -> None:
+    store = dist.FileStore(f"{tmp_path}/unanswered", 2)  # type: ignore[attr-defined]  # torch has no stub
+    store.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(RuntimeError) as told:
+        store.get("never set")
+    assert any(words in str(told.value) for words in LOST_CONNECTION)

@@ -23,10 +23,12 @@ from pipecut.torch_internals import (
     children_of,
     forward_hooks,
     is_compiled,
+    is_compiled_whole,
     is_composite,
     is_higher_order,
     is_overload,
     is_wrapped_hook,
+    keep_keys,
     make_subclass,
     overload_name,
     parameters_of,
@@ -163,3 +165,12 @@ def test_compiled_modules_are_known() -> None:
     in_place.compile(backend="eager")
     wrapped = torch.compile(nn.Linear(1, 1), backend="eager")
     assert (is_compiled(in_place), is_compiled(wrapped), is_compiled(nn.Linear(1, 1))) == (True, True, False)
+    assert (is_compiled_whole(in_place), is_compiled_whole(wrapped)) == (False, True)
+
+
+def test_keys_of_a_parameter_dict_follow_its_parameters() -> None:
+    parameters = nn.ParameterDict({"here": torch.ones(1), "gone": torch.ones(1)})
+    del parameters_of(parameters)["gone"]
+    assert sorted(parameters) == ["gone", "here"]
+    keep_keys(parameters)
+    assert [*parameters] == ["here"]

@@ -101,6 +101,7 @@ class Expressions:
             return f"self._elsewhere[{path!r}]"
         relative = path[len(self.base) + 1 :] if self.base else path
         parts = relative.split(".") if relative else []
+        # Users read generated code, which names nothing of pipecut: it looks a child up as nn.Module itself does.
         return "self" + "".join(f".{part}" if is_plain_name(part) else f"._modules[{part!r}]" for part in parts)
 
     def shared(self, name: str, value: Any) -> str:

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ...torch_internals import tensor_hooks
+from ...torch_internals import NodeKind, tensor_hooks
 from .autograd import Gradients, InputLeaves, PendingGradient, PendingWeights, Root, Roots, accumulate, collect
 from .nodes import DEFERRABLE_NODES, DeferrableNode, Deferred
 
 # A weight that takes more operations to make than this (casts, parametrizations) is treated like an activation.
 _LARGEST_WEIGHT_GRAPH = 16
-_ACCUMULATOR = "AccumulateGrad"
-# A reentrant checkpoint runs a backward of its own inside, and raises in a backward for chosen tensors only.
-_REENTRANT = "CheckpointFunctionBackward"
 
 
 class _Cut(NamedTuple):
@@ -71,7 +68,7 @@ class Graph:
                 continue
             nodes.add(node)
             kind = type(node).__name__
-            if kind == _ACCUMULATOR:
+            if kind == NodeKind.ACCUMULATOR:
                 self._meet_leaf(node)
                 continue
             following = [target for target, _ in node.next_functions if target is not None]
@@ -81,7 +78,8 @@ class Graph:
                 self.cuts.append(cut)
                 for target in cut.first_behind:
                     following.remove(target)
-            elif kind == _REENTRANT:
+            elif kind == NodeKind.REENTRANT_CHECKPOINT:
+                # It runs a backward of its own inside, and raises in a backward for chosen tensors only.
                 self.has_reentrant_checkpoint = True
             stack += following
 
@@ -114,7 +112,7 @@ class Graph:
             if node in found:
                 continue
             found.add(node)
-            if type(node).__name__ == _ACCUMULATOR:
+            if type(node).__name__ == NodeKind.ACCUMULATOR:
                 if id(node.variable) in self._inputs:  # type: ignore[attr-defined]
                     return None
             elif len(found) > _LARGEST_WEIGHT_GRAPH:

@@ -17,7 +17,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ...errors import InputError
 from ...text import shape_text
-from ...torch_internals import gradient_shape, is_only_hook, is_packed, is_python_node, saved_value, version_of
+from ...torch_internals import (
+    NodeKind,
+    gradient_shape,
+    is_only_hook,
+    is_packed,
+    is_python_node,
+    saved_value,
+    version_of,
+)
 from .autograd import Root
 from .weights import register_own_hook, weight_gradient_work
 
@@ -136,11 +144,11 @@ def _embedding_weight(options: tuple[Any, ...], gradient: Tensor, indices: Tenso
 
 
 DEFERRABLE_NODES: Mapping[str, DeferrableNode] = {
-    "MmBackward0": DeferrableNode(((1,), (0,)), _Product("self", "mat2")),
-    "AddmmBackward0": DeferrableNode(((2,), (1,)), _Product("mat1", "mat2", right_edge=2, scale="alpha")),
-    "BmmBackward0": DeferrableNode(((1,), (0,)), _batched_product),
-    "ConvolutionBackward0": DeferrableNode(((1, 2), (1,)), _convolution),
-    "EmbeddingBackward0": DeferrableNode(((0,),), _embedding),
+    NodeKind.MM: DeferrableNode(((1,), (0,)), _Product("self", "mat2")),
+    NodeKind.ADDMM: DeferrableNode(((2,), (1,)), _Product("mat1", "mat2", right_edge=2, scale="alpha")),
+    NodeKind.BMM: DeferrableNode(((1,), (0,)), _batched_product),
+    NodeKind.CONVOLUTION: DeferrableNode(((1, 2), (1,)), _convolution),
+    NodeKind.EMBEDDING: DeferrableNode(((0,),), _embedding),
 }
 
 
