@@ -104,6 +104,7 @@ def test_a_dtype_that_changes_between_steps() -> None:
         schedule.step(X, target=Y)
 
 
+@pytest.mark.filterwarnings("ignore:what lies between")
 @pytest.mark.parametrize("traced", [True, False])
 def test_the_remedy_for_unfreezing_is_one_that_helps(traced: bool) -> None:
     net = model()

@@ -290,6 +290,7 @@ def tokens(given: Any) -> Tensor:
     return (given["labels"] != -100).sum()
 
 
+@pytest.mark.filterwarnings("ignore:labels has .* labels that count")
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("loss_fn", [None, lambda output: output.loss])
 def test_microbatches_weigh_as_many_labels_as_they_have(traced: bool, loss_fn: Any) -> None:

@@ -157,6 +157,7 @@ def test_what_is_in_no_table_is_tried(name: str) -> None:
         assert cost.at({"batch": batch}).saved_bytes == bytes_kept(model, (torch.randn(batch, 6, 8),))
 
 
+@pytest.mark.filterwarnings("ignore:the forward of '(RNN|GRU|LSTM)' sets self._flat_weight")
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
 def test_recurrent_layers_keep_what_their_kind_keeps(make: type[nn.Module]) -> None:
     """All of them counted as an LSTM, which keeps several times as much."""
@@ -170,6 +171,7 @@ def run_cost(model: nn.Module, args: tuple[Any, ...]) -> OperationCost:
     return CostFinder(traced).run(traced.operations)
 
 
+@pytest.mark.filterwarnings("ignore:the forward of '(RNN|GRU|LSTM)' sets self._flat_weight")
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_bytes_are_those_that_autograd_keeps_at_any_batch(name: str) -> None:
     make, inputs = MODELS[name]

@@ -95,6 +95,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:the trace of Halves holds for some sizes only")
 @pytest.mark.parametrize(
     ("before", "after"),
     [*WRITES, *LAYOUTS],

@@ -15,6 +15,7 @@ STAGES, MICROBATCHES = 4, 3
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the forward of 'model' sets self._output_capturing")
 def test_router_losses_of_all_stages() -> None:
     model, batch = make("mixtral")
     model.config.output_router_logits = True  # type: ignore[union-attr, assignment]
