@@ -22,7 +22,7 @@ WRITE_TO_LEAF = "leaf Variable that requires grad is being used in an in-place o
 
 
 class NodeKind:
-    """Names of the types of nodes: they have no classes in Python by which a kind could be told."""
+    """Names of the types of nodes: they have no classes in Python that would identify a kind."""
 
     ACCUMULATOR = "AccumulateGrad"
     ADDMM = "AddmmBackward0"
