@@ -381,3 +381,26 @@ def test_an_input_with_one_row_is_broadcast_over_the_batch() -> None:
     pipe = pipeline(model, (torch.randn(3, 4), mask), split_spec={"b": SplitPoint.BEGINNING})
     x = torch.randn(7, 4)
     assert torch.equal(pipe(x, mask), model(x, mask))
+
+
+class Difference(nn.Module):
+    """A model of two inputs, which examples often pass as one tensor: `labels=ids`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.c(self.a(x) - y)
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_an_example_that_passes_one_tensor_twice_has_two_inputs(tracer: str, needs_gradient: bool) -> None:
+    """torch.export took the two for one input, and a call with two different tensors was silently wrong."""
+    model, one = Difference(), X.clone().requires_grad_(needs_gradient)
+    pipe = pipeline(model, (one, one), split_spec=BEFORE_C, tracer=tracer)
+    assert [entry.path for entry in pipe.traced.inputs] == ["x", "y"]
+    x, y = torch.randn(2, 4, 8)
+    torch.testing.assert_close(pipe(x, y), model(x, y))
+    torch.testing.assert_close(pipe(x, x), model(x, x))

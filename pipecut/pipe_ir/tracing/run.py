@@ -182,9 +182,20 @@ def _run(
     entry = _Entry(runner, example, recorder)
     if is_without_memory(model):
         tensors = stand_in_for_meta(runner, tensors)
-    _export(entry, tensors, example.dynamic)
+    _export(entry, _distinct(tensors), example.dynamic)
     _check_output(model, recorder.output)
     return freeze(model, example, recorder, training)
+
+
+def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors as one object each: torch.export takes a tensor that is passed twice for one input."""
+    once: dict[int, torch.Tensor] = {}
+    return tuple(
+        once.setdefault(id(tensor), tensor)
+        if id(tensor) not in once
+        else tensor.detach().requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    )
 
 
 def _check_output(model: nn.Module, output: Template) -> None:
