@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..pipe_ir import PipeInfo
+from ..stage import PipelineStage as _OwnStage
 from . import _backward, _debug, _utils
 from .stage_calls import UpstreamStage
 from .unsupported import replaced
@@ -50,24 +52,8 @@ class _PipelineStageBase(UpstreamStage, ABC):
 class PipelineStage(_PipelineStageBase):
     """A module as one stage of a pipeline; see pipecut.PipelineStage."""
 
-    def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device | str,
-        input_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_args: Tensor | tuple[Tensor, ...] | None = None,
-        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
-        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
-        group: dist.ProcessGroup | None = None,
-        dw_builder: Callable[[], _WeightRunner] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
-        examples = (input_args, output_args, output_grads, input_grads)
-        own = (group, dw_builder, get_mesh)
-        UpstreamStage.__init__(self, submodule, stage_index, num_stages, device, *examples, *own, **options)
+    __init__ = UpstreamStage.__init__  # with all arguments, of which the abstract base takes a few
+    __signature__ = inspect.signature(_OwnStage)
 
     def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return ()
