@@ -217,11 +217,9 @@ def _bound(plan: TrainingPlan) -> str:
     )
     computing = [span for span in plan.report.timeline if span.action.is_compute]
     taken = max(span.end for span in computing) - min(span.start for span in computing)
+    gap = max(0.0, taken / bound - 1)
     aside = ", sums of shared gradients aside" if scheduled.dataflow.ties else ""
-    return (
-        f"no schedule of these stages takes less than {1000 * bound:.4g} ms{aside}: at most {taken / bound - 1:.1%} "
-        "above the best"
-    )
+    return f"no schedule of these stages takes less than {1000 * bound:.4g} ms{aside}: at most {gap:.1%} above the best"
 
 
 def _sums(plan: TrainingPlan) -> str:

@@ -50,6 +50,8 @@ class Connection:
             for stage in stages:
                 check_not_within_pipeline(stage.replica, stage.stage_index, stage.group)
         here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
+        if transport is not None and not callable(transport):
+            raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
         make = transport if transport is not None else _default_transport(group, device, in_process=self.in_process)
         self.transports = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
         self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
@@ -89,7 +91,16 @@ def _default_transport(group: dist.ProcessGroup | None, device: torch.device, *,
     return lambda rank, ranks: DistributedTransport(group, device)
 
 
+_TRANSPORT_REMEDY = "pass a function of (rank, ranks) that returns an object with the protocol of pipecut.run.Transport"
+_PROTOCOL = ("rank", "ranks", "receives_ahead", "send", "receive", "share", "finish", "clear")
+
+
 def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport:
+    missing = [name for name in _PROTOCOL if not hasattr(transport, name)]
+    if missing:
+        raise InputError(
+            f"{type(transport).__name__}, made by transport=, has no {', '.join(missing)}: {_TRANSPORT_REMEDY}"
+        )
     if (transport.rank, transport.ranks) != (rank, ranks):
         raise InputError(
             f"{type(transport).__name__} is made for rank {transport.rank} of {transport.ranks}, and the schedule "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,3 +97,17 @@ def test_a_transport_of_another_rank_is_an_error() -> None:
     message = r"InProcessTransport is made for rank 0 of 2, and the schedule needs one for rank 1 of 2: let transport="
     with pytest.raises(InputError, match=message):
         Schedule1F1B(stages, 2, F.mse_loss, transport=lambda rank, ranks: one)
+
+
+def test_what_is_not_a_transport_is_an_error_before_the_first_step() -> None:
+    stages = [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(modules())]
+    made = InProcessTransport(ParcelQueues(), 0, 2)
+    with pytest.raises(
+        InputError, match=r"transport= is a InProcessTransport: pass a function of \(rank, ranks\) that"
+    ):
+        Schedule1F1B(stages, MICROBATCHES, F.mse_loss, transport=made)
+    with pytest.raises(
+        InputError, match="SimpleNamespace, made by transport=, has no send, receive, share, finish, clear"
+    ):
+        half = SimpleNamespace(rank=0, ranks=2, receives_ahead=True)
+        Schedule1F1B(stages, MICROBATCHES, F.mse_loss, transport=lambda rank, ranks: half)

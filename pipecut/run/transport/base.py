@@ -70,7 +70,10 @@ class Transport(Protocol):
     receives_ahead: bool  # True if a receive may be posted before sends and receives that the plan has before it
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send a parcel, without waiting for its receiver. The tensors are contiguous, and do not change any more."""
+        """Send a parcel, without waiting for its receiver. The tensors are contiguous, and do not change any more.
+
+        They may be part of an autograd graph: detach what is copied or kept.
+        """
 
     def receive(self, peer: int, metas: Sequence[Meta]) -> Arrival:
         """Begin to receive a parcel of tensors with these shapes and dtypes, on the device of the receiving stage."""
