@@ -101,7 +101,7 @@ def test_a_transport_of_another_rank_is_an_error() -> None:
 
 def test_what_is_not_a_transport_is_an_error_before_the_first_step() -> None:
     stages = [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(modules())]
-    made = InProcessTransport(ParcelQueues(), 0, 2)
+    made, half = InProcessTransport(ParcelQueues(), 0, 2), SimpleNamespace(rank=0, ranks=2, receives_ahead=True)
     with pytest.raises(
         InputError, match=r"transport= is a InProcessTransport: pass a function of \(rank, ranks\) that"
     ):
@@ -109,5 +109,4 @@ def test_what_is_not_a_transport_is_an_error_before_the_first_step() -> None:
     with pytest.raises(
         InputError, match="SimpleNamespace, made by transport=, has no send, receive, share, finish, clear"
     ):
-        half = SimpleNamespace(rank=0, ranks=2, receives_ahead=True)
         Schedule1F1B(stages, MICROBATCHES, F.mse_loss, transport=lambda rank, ranks: half)
