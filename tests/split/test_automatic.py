@@ -86,7 +86,8 @@ def test_regions_are_never_cut() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(checkpoint(self.layers, x, use_reentrant=False))  # type: ignore[no-any-return]
 
-    pipe = pipeline(Checkpointing(), (torch.ones(4, 8),), num_stages=2)
+    with pytest.warns(PipeWarning, match="of the model's time"):
+        pipe = pipeline(Checkpointing(), (torch.ones(4, 8),), num_stages=2)
     assert [info.modules for info in pipe.stage_infos] == [("layers",), ("head",)]
 
 
