@@ -1,4 +1,4 @@
-"""How long a big plan takes to make, lower and prove, beside upstream's; how long a huge one takes to simulate."""
+"""Time to make, lower and prove a big plan, beside upstream's; time to simulate a huge one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a training step takes beside upstream's: both schedules in the same processes, step by step in turn.
+"""Time of a training step beside upstream's: both schedules in the same processes, step by step in turn.
 
 Overhead-bound stages have tiny layers: what is measured is the schedule itself. Compute-bound ones have large layers.
 The step is also compared with what the simulator says for the measured costs of the computations.

@@ -1,4 +1,4 @@
-"""What upstream's _utils, microbatch, _debug and _IR do with values, done alike."""
+"""Functions of _utils, microbatch, _debug and _IR treat values as upstream's do."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.schedule.random_plans import Shape, random_dataflow, random_plan
 from tests.schedule.threaded_execution import execute_with_threads
 from tests.support.properties import examples
 
-EXAMPLES, THREADED_EXAMPLES = examples(150), examples(30)
+EXAMPLES, THREADED_EXAMPLES = examples(170), examples(30)
 RANDOM_SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -73,7 +73,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def decisions_of(function: Callable[[Tensor], Tensor]) -> list[tuple[str, Any, list[str], bool]]:
-    """What is decided while a function is traced: expression, answer, operators around it, and if Python asks."""
+    """Return the decisions while a function is traced: expression, answer, operators around it, and if Python asks."""
     found: list[tuple[str, Any, list[str], bool]] = []
 
     def note(expr: sympy.Basic, answer: Any) -> None:

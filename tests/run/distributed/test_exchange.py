@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 def own_facts(rank: int) -> list[dict[str, str]]:
-    """What each rank has, exchanged twice, as one that compares two things does."""
+    """Exchange the facts of each rank twice, as a comparison of two things does."""
     exchange({"turn": "first"}, None)
     return exchange({"rank": str(rank), "weights": digest(nn.Linear(2, 2).weight.shape)}, None)
 

@@ -18,7 +18,7 @@ SHORT = 6.0 * PATIENCE  # seconds that two tests wait for a rank that does not c
 
 
 def outcomes(world: int, case: Callable[..., Any], *args: Any, group_timeout: float = GROUP_TIMEOUT) -> list[Outcome]:
-    """What becomes of a case on new ranks. One that waits for the group's timeout does not return in time."""
+    """Return the outcomes of a case on new ranks. One that waits for the group's timeout does not return in time."""
     with Ranks(world, group_timeout) as ranks:
         return ranks.outcomes(case, *args)
 
