@@ -8,12 +8,13 @@ import warnings
 
 import torch
 
-from . import backward, balance, cutting, planning, prediction, running, stepping
+from . import backward, balance, cutting, passes, planning, prediction, running, stepping
 
 BENCHMARKS = {
     "cutting": cutting.run,
     "running": running.run,
     "planning": planning.run,
+    "passes": passes.run,
     "backward": backward.run,
     "stepping": stepping.run,
     "prediction": prediction.run,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import SplitError
+from .errors import SplitError, warn
 from .pipe import Pipe, check_is_uncut_model
 from .pipe_ir import Dynamic, ModelTracer, TracedModel, TracerName, check_tracer_name, warn_of_fixed_dims
 from .planning import measured_cut
@@ -30,7 +30,7 @@ from .text import Memory
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...],
+    mb_args: tuple[Any, ...] = (),
     mb_kwargs: Mapping[str, Any] | None = None,
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: SplitPolicy | None = None,
@@ -54,6 +54,7 @@ def pipeline(
     the model's code fixes the size. `dynamic` names more sizes that change from call to call, by input and dim, such
     as `{"input_ids": {1: "seq"}, "labels": ("batch", "seq")}`; dims of one name have one size in every call, and the
     one called "batch" is cut into microbatches. Sizes that the model's code fixes are warned of, with the line.
+    `dynamic="auto"` finds all sizes that the code leaves free, such as those of sequences and images.
 
     With `num_stages` the slowest stage is as fast as the places between modules allow, its transfers included. `cost`
     is "analytic", from the operations and bytes of the trace, the same on every rank; or "measured", from runs of its
@@ -66,6 +67,8 @@ def pipeline(
     on the example inputs, in a few sizes. `tracer="export"` makes it an error; `tracer="fx"` goes this way at once,
     without a warning.
 
+    Without any cut the model is one stage, with a warning, unless `num_stages=1` asks for that.
+
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> pipe = pipeline(model, (torch.ones(2, 8),), num_stages=2)
@@ -76,12 +79,20 @@ def pipeline(
     float32[batch, seq, 8] grad
     >>> pipe(torch.ones(3, 7, 8)).shape
     torch.Size([3, 7, 8])
+    >>> print(pipeline(model, (torch.ones(2, 5, 8),), num_stages=2, dynamic="auto").edges[0].spec)
+    float32[batch, input_dim1, 8] grad
     """
     balancing = Balancing(cost, speeds, memory_limit)
     cuts = RequestedCuts(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages, balancing)
     check_tracer_name(tracer)
     pipe = cut_model(ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic), cuts, Pipe)
     warn_of_fixed_dims(pipe.traced)
+    if pipe.num_stages == 1 and num_stages is None:
+        warn(
+            f"pipeline() found no place to cut {type(module).__name__} at, and made one stage of it: say where with "
+            "num_stages=2, split_spec={'module.path': SplitPoint.BEGINNING}, a split_policy, or pipe_split() marks in "
+            "its forward. If one stage is meant, pass num_stages=1"
+        )
     return pipe
 
 

@@ -82,12 +82,24 @@ class LostConnectionError(PipeError):
         self.waited = "imed out" in str(error)
 
 
+class ClosedGroupError(PipeError, RuntimeError):
+    """The process group was destroyed, or closed by a step that failed: it has to be made anew."""
+
+
 class DisagreementError(PipeError):
     """The ranks' plans or options differ."""
 
 
+class RetraceError(DisagreementError, InputError):
+    """The model could not be traced for the form of a call. All ranks raise it, and can go on with other calls."""
+
+
 class MissingTargetError(InputError, RuntimeError):
     """There is no target for the loss; also a RuntimeError, since it depends on the rank and is found in the step."""
+
+
+class KeywordError(InputError, TypeError):
+    """There is no such keyword argument; also a TypeError."""
 
 
 class LossesError(InputError, TypeError):
@@ -144,6 +156,14 @@ class SpecCountError(InputError, AssertionError):
 
 class GroupSizeError(InputError, RuntimeError):
     """A group with ranks that would have no stage; also a RuntimeError."""
+
+
+class ChangedModelError(PipeError):
+    """The model was changed after it was cut, and its stages were not; or the other way round."""
+
+
+class IsolationError(PipeError):
+    """A stage uses or changes what another stage holds, past the values that are sent between them."""
 
 
 class StepMetadataError(StepError, StageMetadataError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -12,18 +13,19 @@ from .errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 # Names, lists and counts.
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that offers the nearest known names, or nothing.
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a sentence that offers the nearest known names, or nothing; `cutoff` is how near, up to 1.
 
     >>> did_you_mean("layer.3", ["layers.3", "head"])
     " Did you mean 'layers.3'?"
     """
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=cutoff)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -105,6 +107,22 @@ def tensor_text(tensor: torch.Tensor) -> str:
     'float32[2, 3]'
     """
     return f"{dtype_name(tensor.dtype)}{shape_text(tensor.shape)}"
+
+
+def structure_text(module: nn.Module) -> str:
+    """Return how many modules, parameters and buffers a module holds, and a digest of all their names and shapes.
+
+    >>> from torch import nn
+    >>> structure_text(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    '3 modules and 2 tensors (ae785dd9)'
+    """
+    from torch.nn.parameter import is_lazy
+
+    modules = [f"{path}: {type(part).__name__}" for path, part in module.named_modules()]
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors = [f"{name}: {'lazy' if is_lazy(tensor) else tensor_text(tensor)}" for name, tensor in named]
+    digest = hashlib.sha256("\n".join([*modules, *tensors]).encode()).hexdigest()[:8]
+    return f"{counted(len(modules), 'module')} and {counted(len(tensors), 'tensor')} ({digest})"
 
 
 # Sizes of memory.

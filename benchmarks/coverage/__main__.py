@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import transformers
@@ -30,13 +33,20 @@ def main() -> int:
     with Progress(console=console) as progress:
         task = progress.add_task("models", total=len(jobs))
         for trial in run_jobs(
-            jobs, stages=options.stages, schedule=options.schedule, at_once=options.at_once, seconds=options.seconds
+            jobs,
+            stages=options.stages,
+            schedule=options.schedule,
+            at_once=options.at_once,
+            seconds=options.seconds,
+            with_upstream=options.upstream,
         ):
             trials.append(trial)
             progress.update(task, advance=1, description=trial.model)
             if options.verbose and trial.outcome != "equal":
                 progress.console.print(f"{trial.model}: {trial.outcome}: {trial.cause[:1000]}", markup=False)
     _show(console, trials, options.stages, options.schedule)
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(trial) for trial in trials], indent=1), encoding="utf-8")
     return int(any(trial.outcome == "wrong" for trial in trials))
 
 
@@ -49,6 +59,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--schedule", default="1F1B", help="schedule with one stage per rank (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit for one model (default: %(default)s)")
+    parser.add_argument("--upstream", action="store_true", help="cut by torch.distributed.pipelining too")
+    parser.add_argument("--json", metavar="FILE", help="write the trials into a file")
     parser.add_argument("--verbose", action="store_true", help="print each cause in full")
     return parser.parse_args()
 
@@ -60,21 +72,25 @@ def _jobs(kind: Kind, only: Sequence[str]) -> list[Job]:
 
 
 def _show(console: Console, trials: Sequence[Trial], stages: int, schedule: str) -> None:
-    table = Table("model", "kind", "result", "cause", title=f"{stages} stages, {schedule}")
+    table = Table("model", "kind", "result", "upstream", "cause", title=f"{stages} stages, {schedule}")
     for trial in sorted(trials, key=lambda trial: (trial.kind, trial.model.lower())):
         table.add_row(
             trial.model,
             trial.kind,
             f"[{COLOURS[trial.outcome]}]{trial.outcome}[/]",
+            trial.upstream or "-",
             trial.cause[:200].replace("[", r"\["),
         )
     console.print(table)
-    summary = Table("kind", "equal", "error", "wrong", "share", "do not train uncut", title="how many")
+    summary = Table(
+        "kind", "equal", "error", "wrong", "share", "do not train uncut", "equal by upstream", title="how many"
+    )
     for name in [*dict.fromkeys(trial.kind for trial in trials), "all"]:
         counts = Counter(trial.outcome for trial in trials if name in (trial.kind, "all"))
         tried = counts["equal"] + counts["error"] + counts["wrong"]
         share = f"{counts['equal'] / tried:.1%}" if tried else "-"
-        numbers = [counts["equal"], counts["error"], counts["wrong"], share, counts["not uncut"]]
+        theirs = sum(trial.upstream == "equal" for trial in trials if name in (trial.kind, "all"))
+        numbers = [counts["equal"], counts["error"], counts["wrong"], share, counts["not uncut"], theirs]
         summary.add_row(name, *map(str, numbers))
     console.print(summary)
     console.print(f"transformers {transformers.__version__}, torch {torch.__version__}")

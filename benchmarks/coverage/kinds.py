@@ -53,10 +53,28 @@ def sound_batch(config: Any) -> Batch:
     return {"input_values": torch.randn(ROWS, 4000), "labels": torch.randint(3, 30, (ROWS, 4))}
 
 
+def speech_batch(config: Any) -> Batch:
+    mels = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 16
+    frames = 2 * getattr(config, "max_source_positions", 64)
+    ids = _tokens(config)
+    whisper = getattr(config, "model_type", "") == "whisper"
+    features = torch.randn(ROWS, mels, frames) if whisper else torch.randn(ROWS, frames, mels)
+    return {"input_features": features, "labels": ids}
+
+
+def pairs_batch(config: Any) -> Batch:
+    ids = _tokens(config)
+    images = image_batch(getattr(config, "vision_config", config))["pixel_values"]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": images, "return_loss": True}
+
+
 KINDS = (
     Kind("causal LM", "MODEL_FOR_CAUSAL_LM_MAPPING", text_batch),
     Kind("encoder", "MODEL_FOR_MASKED_LM_MAPPING", text_batch),
     Kind("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", text_batch),
     Kind("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", image_batch),
     Kind("sound", "MODEL_FOR_CTC_MAPPING", sound_batch),
+    Kind("speech to text", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", speech_batch),
+    Kind("text and image", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING", pairs_batch),
+    Kind("multimodal, text given", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", text_batch),
 )

@@ -31,7 +31,9 @@ class Job:
     model_class: type[Any]
 
 
-def run_jobs(jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, seconds: float) -> Iterator[Trial]:
+def run_jobs(
+    jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, seconds: float, with_upstream: bool = False
+) -> Iterator[Trial]:
     """The trials as they finish. Processes are forked, so that transformers is imported once."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs), dict[Connection, tuple[Any, Job, float]]()
@@ -40,7 +42,7 @@ def run_jobs(jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, s
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(theirs, job, stages, schedule), daemon=True)
+            process = context.Process(target=_run, args=(theirs, job, stages, schedule, with_upstream), daemon=True)
             process.start()
             theirs.close()
             running[ours] = (process, job, time.monotonic() + seconds)
@@ -93,7 +95,7 @@ TRAINS = "trains uncut"
 _RESULTS: dict[Any, Trial] = {}
 
 
-def _run(connection: Any, job: Job, stages: int, schedule: str) -> None:
+def _run(connection: Any, job: Job, stages: int, schedule: str, with_upstream: bool) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     warnings.simplefilter("ignore")
@@ -102,5 +104,6 @@ def _run(connection: Any, job: Job, stages: int, schedule: str) -> None:
     for stream in (1, 2):  # what models print about themselves would tear the table apart
         os.dup2(silence, stream)
     tell = functools.partial(connection.send, TRAINS)
-    connection.send(try_model(job.kind, job.config_class, job.model_class, stages, schedule, tell))
+    trial = try_model(job.kind, job.config_class, job.model_class, stages, schedule, tell, with_upstream=with_upstream)
+    connection.send(trial)
     connection.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from pipecut import PipeError
 
 from .kinds import Batch, Kind
 from .tiny import tiny_configs
+from .upstream import gradients_by_upstream
 
 MICROBATCHES = 2
 TOLERANCE = 1e-3  # of a gradient's largest entry, in float32
@@ -30,6 +32,8 @@ class Trial:
     model: str
     outcome: Outcome
     cause: str = ""
+    upstream: Outcome | None = None  # None if it was not tried
+    upstream_cause: str = ""
 
 
 def try_model(
@@ -39,8 +43,10 @@ def try_model(
     stages: int,
     schedule: str,
     trains_uncut: Callable[[], None],
+    *,
+    with_upstream: bool = False,
 ) -> Trial:
-    """Cut, train a step, and compare with the uncut model, run microbatch by microbatch.
+    """Cut, train a step, and compare with the uncut model, run microbatch by microbatch; also cut by upstream.
 
     `trains_uncut` is called when it is known that there is something to compare with.
     """
@@ -52,18 +58,45 @@ def try_model(
     expected = _uncut_gradients(model, batch)
     trains_uncut()
     model.zero_grad(set_to_none=True)
+    outcome, cause = _try_pipecut(model, batch, expected, stages, schedule)
+    theirs, why = _try_upstream(model, batch, expected) if with_upstream else (None, "")
+    return Trial(kind.name, name, outcome, cause, theirs, why)
+
+
+def _try_pipecut(
+    model: nn.Module, batch: Batch, expected: dict[str, Tensor | None], stages: int, schedule: str
+) -> tuple[Outcome, str]:
     try:
-        pipe = pipecut.pipeline(model, (), batch, num_stages=stages)
+        (example, _), *_ = _microbatches(batch)  # of a microbatch's size, as a forward may fix it (`len(x)`)
+        pipe = pipecut.pipeline(model, (), example, num_stages=stages)
         built = [pipe.build_stage(index, "cpu") for index in range(stages)]
         made: Any = pipecut.get_schedule_class(schedule)
         _seed()
         made(built, MICROBATCHES, random_numbers="as_uncut").step(**batch, return_outputs=False)
     except PipeError as error:
-        return Trial(kind.name, name, "error", _in_short(error))
+        return "error", _in_short(error)
     except Exception as error:  # noqa: BLE001 - not one of our errors: worse, but not a wrong gradient
-        return Trial(kind.name, name, "error", f"NOT A PipeError: {_in_short(error)}")
-    differing = _differences(model, expected)
-    return Trial(kind.name, name, "wrong" if differing else "equal", ", ".join(differing[:3]))
+        return "error", f"NOT A PipeError: {_in_short(error)}"
+    differing = _differing({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+    return "wrong" if differing else "equal", ", ".join(differing[:3])
+
+
+def _try_upstream(model: nn.Module, batch: Batch, expected: dict[str, Tensor | None]) -> tuple[Outcome, str]:
+    """Cut by upstream, into two stages, which run in this process."""
+    parts = [part for part, _ in _microbatches(batch)]
+    model.zero_grad(set_to_none=True)
+    _seed()
+    try:
+        found = gradients_by_upstream(model, parts, 1 / MICROBATCHES)
+    except Exception as error:  # noqa: BLE001 - whatever it cannot do
+        return "error", _in_short(error)
+    differing = [
+        name
+        for name, wanted in expected.items()
+        for got in found.get(name, [None])
+        if _differing({name: got}, {name: wanted})
+    ]
+    return "wrong" if differing else "equal", ", ".join(differing[:3])
 
 
 def _trainable(kind: Kind, config_class: type[Any], model_class: type[Any]) -> tuple[nn.Module, Batch]:
@@ -90,23 +123,16 @@ def _uncut_gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor | None]
     copied = copy.deepcopy(model)
     copied.zero_grad(set_to_none=True)
     _seed()
-    rows = _rows(batch)
-    size = rows // MICROBATCHES
-    for part, stream in enumerate(pipecut.random_streams(MICROBATCHES)):
-        microbatch = {name: value[part * size : (part + 1) * size] for name, value in batch.items()}
+    for (microbatch, share), stream in zip(_microbatches(batch), pipecut.random_streams(MICROBATCHES), strict=True):
         with stream:
             loss = _own_loss(copied(**microbatch))
-        (loss * (size / rows)).backward()
+        (loss * share).backward()
     return {name: parameter.grad for name, parameter in copied.named_parameters()}
 
 
 def _own_loss(output: Any) -> Tensor:
     loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
     return loss
-
-
-def _differences(model: nn.Module, expected: dict[str, Tensor | None]) -> list[str]:
-    return _differing({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
 
 
 def _differing(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> list[str]:
@@ -119,12 +145,25 @@ def _differing(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]
     return differing
 
 
-def _rows(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
+def _microbatches(batch: Batch) -> list[tuple[Batch, float]]:
+    """Return the microbatches of a batch, with their shares of it; flags are the same for all."""
+    rows = next(len(value) for value in batch.values() if isinstance(value, Tensor))
+    size = rows // MICROBATCHES
+    return [
+        (
+            {
+                name: value[part * size : (part + 1) * size] if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            },
+            size / rows,
+        )
+        for part in range(MICROBATCHES)
+    ]
 
 
 def _seed() -> None:
     random.seed(0)
+    numpy.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from . import _backward, _unflatten
 from . import stage as _stage
 from ._utils import FlatOutput
 from ._utils import PipeInfo as PipeInfo
+from .imported_names import imported_by
 from .unsupported import ReplacedAttributes, replaced
 
 __all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
@@ -63,8 +64,10 @@ class Pipe(OwnPipe, ReplacedAttributes):
         self, stage_index: int, device: torch.device | str, group: dist.ProcessGroup | None = None, **options: Any
     ) -> _stage._PipelineStage:
         """Build one stage for a schedule; `options` are those of pipecut.Pipe.build_stage."""
-        module = super().build_stage(stage_index, device, group, **options).submod
-        return _stage._PipelineStage(module, stage_index, self.info(), device, group)
+        own = super().build_stage(stage_index, device, group, **options)
+        stage = _stage._PipelineStage(own.submod, stage_index, self.info(), device, group)
+        stage.origin = own.origin
+        return stage
 
     def print_readable(self) -> None:  # type: ignore[override]
         """Print the code that was generated for each stage."""
@@ -232,3 +235,6 @@ _PipelineStage = _stage._PipelineStage
 _outline_submodules = _unflatten._outline_submodules
 _null_coalesce_accumulate = _backward._null_coalesce_accumulate
 stage_backward = _backward.stage_backward
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

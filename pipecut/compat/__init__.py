@@ -1,7 +1,8 @@
 """The module layout and names of torch.distributed.pipelining (upstream) over pipecut's own objects.
 
 stage_calls.py and orders.py add upstream's attributes to pipecut's stages and schedules; steps.py is the observer
-of a running step; actions.py has upstream's actions and passes, unsupported.py the names without a meaning here.
+of a running step; actions.py has upstream's actions, passes.py the passes over orders of them,
+unsupported.py the names without a meaning here, imported_names.py those that upstream merely imports.
 
 >>> import pipecut
 >>> from pipecut.compat.schedules import get_schedule_class

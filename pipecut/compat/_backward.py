@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..errors import PipeError
 from ..stage import PendingWeights, full_backward, input_backward, weight_backward
 from ._debug import map_debug_info as map_debug_info
+from .imported_names import imported_by
 from .unsupported import replaced
 
 Gradients = tuple["Tensor | None", ...]
@@ -137,3 +138,6 @@ reverse_closure = replaced("reverse_closure", _SEARCH)
 _get_grad_fn_or_grad_acc = replaced("_get_grad_fn_or_grad_acc", _SEARCH)
 _autograd_grad_for_inputs = replaced("_autograd_grad_for_inputs", _SEARCH)
 _null_coalesce_accumulate = replaced("_null_coalesce_accumulate", "gradients of one value are summed by autograd")
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..torch_internals import pytree
+from .imported_names import imported_by
 
 
 def friendly_debug_info(v: object) -> str:
@@ -24,3 +25,7 @@ def friendly_debug_info(v: object) -> str:
 def map_debug_info(a: Any) -> Any:
     """Describe all values in a nested one."""
     return pytree.tree_map(friendly_debug_info, a)
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
 from ..schedule import COMPUTE, Op, Plan, add_bubbles, drop_bubbles, look, render
 from . import schedules as _schedules
 from . import stage as _stage
 from .actions import UpstreamAction, UpstreamOrder, UpstreamRow, order_from_upstream, order_to_upstream
+from .imported_names import imported_by
 from .schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
 from .stage import _PipelineStageBase
 
@@ -118,3 +119,7 @@ def visualize_schedule(schedule: Sequence[Iterable[UpstreamAction | None]], file
         print(plan.grid())
     else:
         render.svg(plan, filename)
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

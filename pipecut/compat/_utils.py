@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..schedule import Placement
 from ..stage import check_gradients, is_distributed, tensors_of
 from ..torch_internals import pytree
 from . import tensor_meta
+from .imported_names import imported_by
 from .tensor_meta import PipeliningMetadataError, _DTensorMeta, _TensorMeta
 from .unsupported import ReplacedAttributes
 
@@ -253,3 +254,7 @@ def validate_static_arg_grad_correspondence(
 
 def _make_tensor_from_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
     return meta.memory(device)
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

@@ -1,34 +1,26 @@
-"""Actions with the names of torch.distributed.pipelining, and its lowering passes on lists and dicts of them."""
+"""Actions with the names of torch.distributed.pipelining, to and from pipecut's; orders of them as text, and proven."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..schedule import (
     COMPUTE,
     GIVES,
-    GIVES_WEIGHT_GRADIENT,
-    RECEIVES,
-    SENDS,
     TRANSFERS,
     Action,
-    Dataflow,
     Op,
-    Placement,
     Plan,
     Rows,
-    add_transfers,
-    dependencies,
     find_faults,
-    merge_row,
     overlap,
     parse_action,
-    shard_row,
-    spliced,
     transfer,
 )
+
+_F, _I, _W, _B = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD
 
 
 class ActionTextError(PlanError, RuntimeError):
@@ -106,6 +98,7 @@ def from_upstream(action: UpstreamAction | Action) -> Action:
 
 UpstreamRow = list["UpstreamAction | None"]
 UpstreamOrder = dict[int, UpstreamRow]
+Order = Mapping[int, Iterable["UpstreamAction | None"]]
 
 
 def row_from_upstream(row: Iterable[UpstreamAction | None]) -> list[Action | None]:
@@ -128,169 +121,9 @@ def order_to_upstream(rows: Rows) -> UpstreamOrder:
     return {rank: row_to_upstream(row) for rank, row in enumerate(rows)}
 
 
-def order_from_upstream(order: Mapping[int, Iterable[UpstreamAction | None]]) -> dict[int, list[Action | None]]:
+def order_from_upstream(order: Order) -> dict[int, list[Action | None]]:
     """Convert the actions of all ranks from upstream's."""
     return {rank: row_from_upstream(row) for rank, row in order.items()}
-
-
-# Passes.
-
-RankOf = Callable[[int], int]
-Order = Mapping[int, Iterable["UpstreamAction | None"]]
-
-
-class ScheduleFaultError(PlanError, AssertionError):
-    """A schedule is incomplete or out of order; also an AssertionError, as with upstream."""
-
-
-class StuckScheduleError(PlanError):
-    """A schedule with messages deadlocks."""
-
-
-def unshard_reshard(compute_actions: Iterable[UpstreamAction | None], max_active_stages: int = 3) -> UpstreamRow:
-    """Add UNSHARD and RESHARD to one rank's actions.
-
-    >>> unshard_reshard([UpstreamAction(0, Op.FORWARD, 0)])
-    [0UNSHARD, 0F0, 0RESHARD]
-    """
-    row = row_from_upstream(compute_actions)
-    stages = sorted({leaf.stage for action in row if action is not None for leaf in action.leaves})
-    return row_to_upstream(shard_row(row, max_active_stages, stages))
-
-
-def reduce_grad(actions: Iterable[UpstreamAction | None], n_microbatches: int) -> UpstreamRow:
-    """Add REDUCE_GRAD to one rank's actions, right after the last weight gradient of each stage."""
-    row = [action for action in row_from_upstream(actions) if action is not None]
-    seen: dict[int, int] = {}
-    after: dict[int, list[Action]] = {}
-    for step, action in enumerate(row):
-        for leaf in action.leaves:
-            if leaf.op in GIVES_WEIGHT_GRADIENT:
-                seen[leaf.stage] = seen.get(leaf.stage, 0) + 1
-                if seen[leaf.stage] == n_microbatches:
-                    after.setdefault(step + 1, []).append(Action(leaf.stage, Op.REDUCE_GRAD))
-    return row_to_upstream(spliced(row, after))
-
-
-def merge_bw(compute_actions: Iterable[UpstreamAction | None]) -> UpstreamRow:
-    """Merge adjacent I and W of one stage and microbatch into B, in one rank's actions."""
-    return row_to_upstream(merge_row(row_from_upstream(compute_actions)))
-
-
-def plan_of(order: Order, stage_to_rank: RankOf, num_stages: int, microbatches: int | None = None) -> Plan:
-    """Make a plan of all ranks' actions, without validating it."""
-    rows = order_from_upstream(order)
-    leaves = [leaf for row in rows.values() for action in row if action is not None for leaf in action.leaves]
-    numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
-    return Plan.from_actions(
-        rows,
-        placement=Placement(tuple(map(stage_to_rank, range(num_stages)))),
-        microbatches=max([0, *numbers]) + 1 if microbatches is None else microbatches,
-        dataflow=Dataflow.chain(num_stages) if microbatches is None else None,
-    )
-
-
-def send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
-    """Add a SEND and a RECV for every value that goes from rank to rank; the argument is left as it is."""
-    try:
-        plan = plan_of(compute_actions, stage_to_rank, num_stages)
-        return order_to_upstream(add_transfers(plan, complete=False).actions)
-    except PlanError as error:
-        raise ScheduleFaultError(str(error), error.faults) from None
-
-
-def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> UpstreamOrder:
-    """Move every RECV as late as it may be: before its use, and, from a higher rank, before the next SEND to it."""
-    deferred = {}
-    for rank, row in order_from_upstream(actions).items():
-        late: list[Action | None] = []
-        waiting: list[Action] = []
-        for action in row:
-            if action is not None and action.op in RECEIVES:
-                waiting.append(action)
-                continue
-            due = [] if action is None else _due(action, waiting, rank, stage_to_rank)
-            late += [*due, action]
-            waiting = [receive for receive in waiting if receive not in due]
-        deferred[rank] = row_to_upstream([*late, *waiting])
-    return deferred
-
-
-def _due(action: Action, waiting: list[Action], rank: int, stage_to_rank: RankOf) -> list[Action]:
-    """Return the receives that must come before an action."""
-    if action.op in SENDS:
-        peer = stage_to_rank(action.other_stage)
-        return [each for each in waiting if rank < peer and stage_to_rank(each.other_stage) == peer]
-    if action.op not in COMPUTE:
-        return []
-    uses = {(Op.RECV_F if leaf.op is Op.FORWARD else Op.RECV_B, leaf.stage, leaf.microbatch) for leaf in action.leaves}
-    return [each for each in waiting if (each.op, each.stage, each.microbatch) in uses]
-
-
-def simulate(pipeline_order: Order, stage_to_rank: RankOf, num_stages: int) -> UpstreamOrder:
-    """Add a None for every slot in which a rank waits. A send is buffered, and arrives at once."""
-    plan = plan_of(pipeline_order, stage_to_rank, num_stages)
-    unknown = sorted({str(op) for op in plan.ops - COMPUTE - TRANSFERS})
-    if unknown:
-        raise StuckScheduleError(f"Unsupported action type {', '.join(unknown)}: simulate computations and transfers.")
-    left = [[action for action in row if action is not None] for row in plan.actions]
-    rows: list[list[Action | None]] = [[] for _ in left]
-    done: set[Action] = set()
-    while any(left):
-        ready = _ready(plan, [row[0] if row else None for row in left], done)
-        if not ready:
-            waiting = ", ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(left) if row)
-            raise StuckScheduleError(f"Schedule is not progressing: {waiting}.")
-        for rank, row in enumerate(left):
-            if row:
-                rows[rank].append(row.pop(0) if rank in ready else None)
-        for rank in ready:
-            done |= _given_by(rows[rank][-1])
-    return {rank: row_to_upstream(row) for rank, row in enumerate(rows)}
-
-
-def _ready(plan: Plan, turn: list[Action | None], done: set[Action]) -> set[int]:
-    """Return the ranks whose next action can run; a receive goes along with its send."""
-    ready: set[int] = set()
-    for receives in (False, True):
-        sent = {each for rank in ready for each in _given_by(turn[rank])}
-        for rank, action in enumerate(turn):
-            if action is None or (action.op in RECEIVES) is not receives:
-                continue
-            if set(dependencies(action, plan.dataflow, plan.placement)) <= done | sent:
-                ready.add(rank)
-    return ready
-
-
-def _given_by(action: Action | None) -> set[Action]:
-    """Return the actions that count as done once this one is: B gives what I and W give."""
-    leaves = () if action is None else action.leaves
-    return {leaf._replace(op=given) for leaf in leaves for given in GIVES.get(leaf.op, (leaf.op,))}
-
-
-def validate_schedule(
-    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int, *, training: bool = True
-) -> dict[int, int]:
-    """Return the rank of each stage; raise with every fault of the computations, which alone count here."""
-    if len(actions) != pp_group_size:
-        raise ScheduleFaultError(
-            f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}"
-        )
-    rows = {
-        rank: [action for action in row if action is None or action.is_compute]
-        for rank, row in order_from_upstream(actions).items()
-    }
-    try:
-        plan = Plan.from_actions(rows, microbatches=num_microbatches, training=training)
-    except PlanError as error:
-        raise ScheduleFaultError(str(error)) from None
-    if plan.stages != num_stages:
-        raise ScheduleFaultError(f"The schedule has {plan.stages} stages, and there are {num_stages}.")
-    faults = find_faults(plan)
-    if faults:
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        raise ScheduleFaultError(f"The schedule cannot run:\n{lines}\n{format_order(actions)}", faults)
-    return dict(enumerate(plan.placement.rank_of))
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
@@ -314,3 +147,130 @@ def format_order(pipeline_order: Order, error_step_number: int | None = None) ->
         text = " ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True))
         lines.append(f"{label}: {text}" + (" <-- ERROR HERE" if step == error_step_number else ""))
     return "\n".join(lines) + "\n"
+
+
+# The proof of an order: quick if there is no fault, otherwise with all of them.
+
+
+class ScheduleFaultError(PlanError, AssertionError):
+    """A schedule is incomplete or out of order; also an AssertionError, as with upstream."""
+
+
+def in_new_notation(order: Order) -> UpstreamOrder:
+    """Return an order in which a B that a W of the same stage and microbatch follows is an I, as it was once written.
+
+    >>> in_new_notation({0: [UpstreamAction(0, op, 0) for op in (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)]})
+    {0: [0F0, 0I0, 0W0]}
+    """
+    rows = {}
+    for rank, row in order.items():
+        kept: UpstreamRow = []
+        weights = set()  # read from the end: the W that come later
+        for action in reversed(list(row)):
+            if action is not None:
+                stage, op, microbatch, _ = action
+                if op is _W:
+                    weights.add((stage, microbatch))
+                elif op is _B and (stage, microbatch) in weights:
+                    action = UpstreamAction(stage, _I, microbatch)
+            kept.append(action)
+        rows[rank] = kept[::-1]
+    return rows
+
+
+def validate_schedule(
+    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int, *, training: bool = True
+) -> dict[int, int]:
+    """Return the rank of each stage; raise with every fault of the computations, which alone count here."""
+    if len(actions) != pp_group_size:
+        raise ScheduleFaultError(
+            f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}"
+        )
+    rank_of = _ranks_if_valid(actions, num_stages, num_microbatches) if training else None
+    if rank_of is not None:
+        return rank_of
+    rows = {
+        rank: [action for action in row if action is None or action.is_compute]
+        for rank, row in order_from_upstream(in_new_notation(actions)).items()
+    }
+    try:
+        plan = Plan.from_actions(rows, microbatches=num_microbatches, training=training)
+    except PlanError as error:
+        raise ScheduleFaultError(str(error)) from None
+    if plan.stages != num_stages:
+        raise ScheduleFaultError(f"The schedule has {plan.stages} stages, and there are {num_stages}.")
+    faults = find_faults(plan)
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise ScheduleFaultError(f"The schedule cannot run:\n{lines}\n{format_order(actions)}", faults)
+    return dict(enumerate(plan.placement.rank_of))
+
+
+def _ranks_if_valid(actions: Order, num_stages: int, microbatches: int) -> dict[int, int] | None:
+    """Walk through an order, and return the rank of each stage if all is there and in order.
+
+    It is the quick answer for an order without faults. For another one it returns None: what is wrong with that is a
+    question for the rules of plans, with all of their messages.
+    """
+    rank_of: dict[int, int] = {}
+    state = bytearray(num_stages * microbatches)
+    known = set(range(microbatches))
+    walks = []
+    for rank, actions_of_rank in sorted(actions.items()):
+        row: list[Any] = list(filter(None, actions_of_rank))
+        stages, numbers = {action[0] for action in row}, {action[2] for action in row}
+        if None in numbers:  # overlaps, and what is for a whole stage
+            leaves = [leaf for action in row for leaf in action[3] or (action,) if leaf[1] in GIVES]
+            stages, numbers = {leaf[0] for leaf in leaves}, {leaf[2] for leaf in leaves}
+        if not numbers <= known or stages & rank_of.keys():
+            return None
+        rank_of |= dict.fromkeys(stages, rank)
+        walks.append(_walk(row, state, microbatches))
+    if set(rank_of) != set(range(num_stages)):
+        return None
+    before = b""
+    while walks:
+        if state == before:
+            return None
+        before = bytes(state)
+        # A walk ends, or waits for others. Forwards go up the ranks, backwards down.
+        walks = [walk for walk in reversed(walks) if next(walk, _ENDED) is not _ENDED]
+    return rank_of if set(state) <= {_WHOLE, _IN_PARTS} else None
+
+
+_ENDED = object()
+# States of a microbatch in a stage, which begin with 0, in the order in which they come.
+_FORWARD_DONE, _INPUT_DONE, _WHOLE, _IN_PARTS = 1, 2, 3, 4
+
+
+def _walk(row: Iterable[Any], state: bytearray, count: int) -> Iterator[None]:
+    """Do the actions of a rank; yield wherever it has to wait."""
+    last = len(state) - count
+    for stage, op, microbatch, parts in row:
+        if op is _F:
+            place = stage * count + microbatch
+            while state[place] or (stage and not state[place - count]):
+                yield
+            state[place] = _FORWARD_DONE
+        elif op is _B or op is _I:
+            place = stage * count + microbatch
+            while state[place] != _FORWARD_DONE or (place < last and state[place + count] < _INPUT_DONE):
+                yield
+            state[place] = _WHOLE if op is _B else _INPUT_DONE
+        elif op is _W:
+            place = stage * count + microbatch
+            while state[place] != _INPUT_DONE and state[place] != _WHOLE:  # a B that was once written for an I
+                yield
+            state[place] = _IN_PARTS
+        elif parts:
+            while not _do_together(parts, state, count):
+                yield
+
+
+def _do_together(parts: Sequence[UpstreamAction], state: bytearray, count: int) -> bool:
+    """Do the parts of an overlap, all or none."""
+    before = bytes(state)
+    done = next(_walk(parts, state, count), _ENDED) is _ENDED
+    if not done:
+        state[:] = before
+    return done

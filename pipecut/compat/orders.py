@@ -11,22 +11,26 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from ..errors import InputError, warn
-from ..run import ActionContext, FamilySchedule, StepState, checked_op
+from ..run import ActionContext, FamilySchedule, InputCutter, StepState, checked_op
 from ..schedule import Action, Family, Op, Placement, Plan, add_transfers, load_csv
-from ..stage import PipelineStage, is_initialized
+from ..stage import PipelineStage, TensorChunkSpec, is_initialized
 from .actions import (
     Order,
     UpstreamAction,
     UpstreamOrder,
-    defer_recv_ops,
+    in_new_notation,
     order_from_upstream,
     order_to_upstream,
-    plan_of,
-    reduce_grad,
-    simulate,
     to_upstream,
-    unshard_reshard,
     validate_schedule,
+)
+from .microbatch import UpstreamCutter
+from .passes import (
+    defer_recv_ops,
+    reduce_grad,
+    send_recv,
+    simulate,
+    unshard_reshard,
 )
 from .stage_calls import UpstreamStage
 from .steps import StepObserver, context_of
@@ -66,6 +70,7 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
     """
 
     use_full_backward = True
+    _runs_fewer_microbatches = False  # upstream raises, and orders of its users name every microbatch
     _replaced = SCHEDULE_REPLACED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -218,12 +223,13 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
         if not order:
             # Not the kind that is an AttributeError: of one raised in a property Python would forget the message.
             raise InputError(_NO_ORDER.format(type(self).__name__))
-        sharded = {rank: unshard_reshard(row) for rank, row in _computations(order).items()}
+        sharded = {rank: unshard_reshard(row) for rank, row in in_new_notation(_computations(order)).items()}
         reduced = {rank: reduce_grad(row, self.n_microbatches) for rank, row in sharded.items()}
-        plan = plan_of(reduced, self._rank_of, self._num_stages)
-        if self._order is None:
-            plan = plan.with_dataflow(self.plan.dataflow)  # skips and inputs of the model, which upstream has none of
-        made = order_to_upstream(add_transfers(plan, complete=False).actions)
+        if self._order is None:  # with skips and inputs of the model, which upstream has none of
+            plan = self.plan.with_actions(order_from_upstream(reduced).values())
+            made = order_to_upstream(add_transfers(plan, complete=False).actions)
+        else:
+            made = send_recv(reduced, self._rank_of, self._num_stages)
         return defer_recv_ops(made, self._rank_of) if self._defer_pp_recv else made
 
     def _rank_of(self, stage: int) -> int:
@@ -288,15 +294,14 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
             return None
         self._order_is_read = True
         if self._order_with_comms is not None and not self._comms_are_own:
-            rows = order_from_upstream(self._order_with_comms)
+            rows = order_from_upstream(in_new_notation(self._order_with_comms))
             plan = Plan.from_actions(rows, name=type(self).__name__, microbatches=self.n_microbatches)
             self._set_ranks(dict(enumerate(plan.placement.rank_of)))
             return plan
         if not self._order:
             return None
-        return Plan.from_actions(
-            order_from_upstream(_computations(self._order)), name=type(self).__name__, microbatches=self.n_microbatches
-        )
+        rows = order_from_upstream(in_new_notation(_computations(self._order)))
+        return Plan.from_actions(rows, name=type(self).__name__, microbatches=self.n_microbatches)
 
     # Other methods.
 
@@ -309,11 +314,26 @@ class UpstreamSchedule(FamilySchedule, ReplacedAttributes):
     _has_backward = FixedAttribute(
         lambda made: made.loss_fn is not None, _MADE_WITH.format("loss_fn=, or call eval() for forwards only")
     )
-    _args_chunk_spec = FixedAttribute(lambda made: made._specs[0], _MADE_WITH.format("args_chunk_spec="))
-    _kwargs_chunk_spec = FixedAttribute(lambda made: made._specs[1], _MADE_WITH.format("kwargs_chunk_spec="))
+    _args_chunk_spec = property(lambda made: made._specs[0], lambda made, spec: made._set_spec(0, spec))
+    _kwargs_chunk_spec = property(lambda made: made._specs[1], lambda made, spec: made._set_spec(1, spec))
     _output_merge_spec = FixedAttribute(lambda made: made._merge_spec, _MADE_WITH.format("output_merge_spec="))
 
     _internal_losses = FixedAttribute(lambda made: made._losses_so_far(), "pass losses=, a list, to step()")
+
+    def _make_cutter(self, kind: type[InputCutter] = UpstreamCutter) -> InputCutter:
+        """Make what cuts the arguments; where specs say how, samples of targets are in the first dim, as upstream's."""
+        cutter = super()._make_cutter(kind)
+        if cutter.target_spec is None and any(spec is not None for spec in cutter.specs):
+            cutter.target_spec = TensorChunkSpec(0)
+        return cutter
+
+    def _set_spec(self, place: int, spec: Any) -> None:
+        """Cut the arguments of the next steps by another spec; before the schedule is made, by the constructor's."""
+        if self._is_ready:
+            specs = list(self._specs)
+            specs[place] = spec
+            self._specs = (specs[0], specs[1], specs[2])
+            self._cutter = self._make_cutter()
 
     def _losses_so_far(self) -> list[Tensor]:
         """Return the losses that a step has computed while it runs; none after it."""

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from ..errors import InputError, PlanError, warn
 from ..run import FamilySchedule, StepState, check_not_compiled
 from ..schedule import Dataflow, Op, Placement, Plan, add_reduce_grad
 from ..stage import PipelineStage
-from . import _utils, actions
+from . import _utils, passes
 from . import microbatch as _microbatch
 from . import stage as _stage
-from .actions import UpstreamAction
+from .actions import Order, UpstreamAction, format_order, validate_schedule
+from .imported_names import imported_by
 from .microbatch import TensorChunkSpec
 from .orders import UpstreamSchedule, is_placed
 from .steps import PipelineContext
@@ -270,14 +271,14 @@ class _CustomFunctionProtocol(Protocol):
     def __call__(self, action: UpstreamAction, ctx: _PipelineContext) -> None: ...
 
 
-_add_unshard_reshard = actions.unshard_reshard
-_add_reduce_grad = actions.reduce_grad
-_merge_bw = actions.merge_bw
-_add_send_recv = actions.send_recv
-_defer_recv_ops = actions.defer_recv_ops
-_simulate_comms_compute = actions.simulate
-_validate_schedule = actions.validate_schedule
-_format_pipeline_order = actions.format_order
+_add_unshard_reshard = passes.unshard_reshard
+_add_reduce_grad = passes.reduce_grad
+_merge_bw = passes.merge_bw
+_add_send_recv = passes.send_recv
+_defer_recv_ops = passes.defer_recv_ops
+_simulate_comms_compute = passes.simulate
+_validate_schedule = validate_schedule
+_format_pipeline_order = format_order
 
 
 def _requires_reduce_grad(action_type: Op) -> bool:
@@ -321,7 +322,7 @@ def _wait_batch_p2p(work: Iterable[Any]) -> None:
             each.wait()
 
 
-def _dump_chrometrace(schedule: actions.Order, filename: str) -> None:
+def _dump_chrometrace(schedule: Order, filename: str) -> None:
     """Write an order as a Chrome trace in which every action takes one unit."""
     kinds = {True: "computation", False: "communication"}
     events: list[dict[str, Any]] = [
@@ -335,3 +336,7 @@ def _dump_chrometrace(schedule: actions.Order, filename: str) -> None:
         raise InputError(f"_dump_chrometrace() takes the name of a file, got {filename!r}")
     with open(filename, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": events}, file)
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

@@ -6,7 +6,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import nn
 from ..pipe_ir import PipeInfo
 from ..stage import PipelineStage as _OwnStage
 from . import _backward, _debug, _utils
+from .imported_names import imported_by
 from .stage_calls import UpstreamStage
 from .unsupported import replaced
 
@@ -122,3 +123,6 @@ stage_backward = _backward.stage_backward
 stage_backward_input = _backward.stage_backward_input
 stage_backward_weight = _backward.stage_backward_weight
 _autograd_grad_for_inputs = _backward._autograd_grad_for_inputs
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = imported_by(__name__)

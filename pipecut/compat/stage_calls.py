@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..stage import Flight, PipelineStage, is_initialized
+from ..stage import Flight, PipelineStage, check_has_memory, is_initialized, names_without_memory
 from .unsupported import (
     STAGE_REPLACED,
+    FirstStep,
     GradientsInTransit,
     ReplacedAttributes,
     StageCallError,
@@ -35,12 +36,14 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     driver: StageDriver | None = None  # while a step runs
     stage_before: weakref.ref[UpstreamStage] | None = None  # if the schedule has it in this process
     has_backward = False
-    _runtime_validate = False  # True: the number of samples has to be that of input_args too; the rest always is
+    _awaits_memory = False
+    _runtime_validate = False  # True: shapes and dtypes are those declared and those of the first step, samples too
     _replaced = STAGE_REPLACED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.output_chunks: list[Any] = []
+        self._first_step = FirstStep(self.stage_index)
         self.chunks: int | None = None  # microbatches of the last step
         self.log_prefix = f"[Stage {self.stage_index}]"
         self.stage_index_to_group_rank = {index: index % self.group_size for index in range(self.num_stages)}
@@ -50,21 +53,47 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
 
     # Methods that the executor calls.
 
+    def _place_module(self) -> None:
+        """Leave a module on the meta device as it is: frameworks make the schedule first, and then give it memory."""
+        self._awaits_memory = self.device.type != "meta" and bool(names_without_memory(self.submod))
+        if not self._awaits_memory:
+            super()._place_module()
+
+    def begin_step(self, *, splits_backward: bool = True) -> None:
+        """Collect the trainable parameters; by the first step they have memory, and nothing was kept of them before."""
+        if self._awaits_memory:
+            check_has_memory(self.submod, self.stage_index, self.device)
+            self._awaits_memory = False
+        super().begin_step(splits_backward=splits_backward)
+
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> Flight:
         """Run the module on one microbatch; with `_runtime_validate` its inputs and outputs are as declared."""
         if not self._runtime_validate:
             return super().forward(microbatch, args, kwargs, training=training)
-        self.check_inputs(args, kwargs)
+        self.check_inputs(microbatch, args, kwargs)
+        self._first_step.check("forward keyword inputs", microbatch, dict(kwargs))
         flight = super().forward(microbatch, args, kwargs, training=training)
+        result = flight.result if self.is_last else flight.outputs
         if self.output_args is not None:
-            result = flight.result if self.is_last else flight.outputs
             check_declared(self.stage_index, "output_args", self.output_args, result, in_part=False)
+        self._first_step.check("forward outputs", microbatch, result)
         return flight
 
-    def check_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """With `_runtime_validate`, raise unless the arguments of a microbatch are as `input_args` declares."""
-        if self._runtime_validate and self.input_args is not None:
-            check_declared(self.stage_index, "input_args", self.input_args, list(args), in_part=bool(kwargs))
+    def check_inputs(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """With `_runtime_validate`, raise unless arguments are as `input_args` and the first step declare them."""
+        if self._runtime_validate:
+            if self.input_args is not None:
+                check_declared(self.stage_index, "input_args", self.input_args, list(args), in_part=bool(kwargs))
+            self._first_step.check("forward inputs", microbatch, list(args))
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool) -> list[Tensor | None]:
+        """Return the gradients of the inputs; with `_runtime_validate` all gradients are as in the first step."""
+        if not self._runtime_validate:
+            return super().backward(microbatch, output_grads, weights=weights)
+        self._first_step.check("backward output_grads", microbatch, list(output_grads))
+        grads = super().backward(microbatch, output_grads, weights=weights)
+        self._first_step.check("backward input_grads", microbatch, grads)
+        return grads
 
     def select_output(self, result: Any) -> Any:
         """Return the tensors of a result, if the stage is one of a pipe of `compat.pipeline()`."""

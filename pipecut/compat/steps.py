@@ -71,7 +71,8 @@ def _check_inputs(executor: Executor) -> None:
     state = executor.state
     for stage in _stages_of(executor):
         if stage.is_first and stage.ports is None and state.args:
-            stage.check_inputs(state.args[0], state.kwargs[0] if state.kwargs else {})
+            for microbatch, args in enumerate(state.args):
+                stage.check_inputs(microbatch, args, state.kwargs[microbatch] if state.kwargs else {})
 
 
 class StageDriver:

@@ -1,7 +1,7 @@
 """Names of torch.distributed.pipelining that have no meaning here, each with what to use instead.
 
 - Functions and classes can be imported, and raise when they are called: `replaced`.
-- Attributes raise when they are read: `ReplacedAttributes`.
+- Attributes raise when they are read or set: `ReplacedAttributes`.
 - Attributes that are decided by the constructor raise when they are set to something else: `FixedAttribute`.
 - Methods that the executor never calls raise where a user's class defines them: `check_no_overrides`.
 - Values passed to a stage, or declared of it, that are not the executor's own raise too.
@@ -9,15 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, PipeError, StageMetadataError
 from ..pipe_ir import flatten
-from ..stage import MeshLayout, describe_tensor, placement_of
+from ..stage import MeshLayout, describe, placement_of
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -27,7 +28,7 @@ class ReplacedError(PipeError, NotImplementedError):
 
 
 class ReplacedAttributeError(PipeError, AttributeError):
-    """An attribute that pipecut replaces was read; also an AttributeError, so that hasattr() is False."""
+    """An attribute that pipecut replaces was read or set; also an AttributeError, so that hasattr() is False."""
 
 
 class FixedAttributeError(PipeError, AttributeError):
@@ -59,6 +60,11 @@ class ReplacedAttributes:
     >>> Engine().choke
     Traceback (most recent call last):
     pipecut.compat.unsupported.ReplacedAttributeError: Engine.choke is not part of pipecut: it starts by itself
+    >>> Engine().choke = None
+    >>> Engine().choke = "half"
+    Traceback (most recent call last):
+    pipecut.compat.unsupported.ReplacedAttributeError: Engine.choke is set to 'half', and nothing here would use it: \
+it starts by itself
     """
 
     _replaced: ClassVar[Mapping[str, str]] = {}
@@ -70,6 +76,20 @@ class ReplacedAttributes:
             if instead is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             raise ReplacedAttributeError(f"{type(self).__name__}.{name} is not part of pipecut: {instead}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            instead = type(self)._replaced.get(name)
+            if instead is None:
+                super().__setattr__(name, value)
+            elif not _says_to_forget(value):
+                raise ReplacedAttributeError(
+                    f"{type(self).__name__}.{name} is set to {value!r}, and nothing here would use it: {instead}"
+                )
+
+
+def _says_to_forget(value: Any) -> bool:
+    """Return True for None, False and what is empty: with upstream, what was prepared is prepared anew then."""
+    return value is None or value is False or (isinstance(value, Sized) and not isinstance(value, Tensor) and not value)
 
 
 class FixedAttribute:
@@ -157,7 +177,10 @@ STAGE_NOT_CALLED: dict[str, str] = {
     "forward_maybe_with_nosync": _FORWARD,
     "_compute_outputs": _FORWARD,
     "backward_one_chunk": _BACKWARD,
-    "backward_maybe_with_nosync": _BACKWARD,
+    "backward_maybe_with_nosync": (
+        "gradients are reduced once a step by the executor, also those of fully_shard, as the wrapper of the module "
+        "says: leave it out, or put what else it does into hooks of the module or its tensors"
+    ),
     "_compute_input_grads": _BACKWARD,
     "backward_weight_one_chunk": "pass dw_builder= to the stage for weight gradients of your own",
     "scale_grads": "make the schedule with scale_grads=False, and scale in loss_fn, or the gradients after step()",
@@ -226,13 +249,6 @@ SCHEDULE_REPLACED = {
 
 
 # Checks of what code written for torch.distributed.pipelining passes to a stage, or declares of it.
-
-
-_LOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda tensor: tensor.shape,
-    "dtype": lambda tensor: tensor.dtype,
-    "placement": lambda tensor: placement_of(MeshLayout.of(tensor)),
-}
 
 
 class StageCallError(PipeError, AssertionError):
@@ -308,7 +324,7 @@ def check_declared(stage_index: int, what: str, declared: Any, got: Any, *, in_p
 
     With `in_part` the last of them may be elsewhere, passed by keyword.
     """
-    expected, found = _tensors(declared), _tensors(got)
+    expected, found = _looks(declared), _looks(got)
     wanted = expected[: len(found)] if in_part else expected
     fault = _difference(f"forward {what.removesuffix('_args')}s", wanted, found)
     if fault:
@@ -319,21 +335,63 @@ def check_declared(stage_index: int, what: str, declared: Any, got: Any, *, in_p
         )
 
 
-def _tensors(values: Any) -> list[Tensor]:
+class FirstStep:
+    """The shapes and dtypes of a stage's tensors in its first step, microbatch by microbatch: later ones must be equal.
+
+    >>> seen = FirstStep(0)
+    >>> seen.check("forward inputs", 0, torch.ones(2, 3))
+    >>> seen.check("forward inputs", 0, torch.ones(2, 4))
+    Traceback (most recent call last):
+    pipecut.errors.StageMetadataError: Stage 0 forward inputs[0]: shape mismatch: microbatch 0 has float32[2, 4], and \
+had float32[2, 3] in the first step, which counts as declared with _runtime_validate=True: pass the same shapes and \
+dtypes in every step, or leave it False
+    """
+
+    def __init__(self, stage_index: int) -> None:
+        self.stage_index = stage_index
+        self._seen: dict[tuple[str, int], list[_Look]] = {}
+
+    def check(self, what: str, microbatch: int, values: Any) -> None:
+        """Raise unless the tensors of a microbatch are as they were; remember them in the first step."""
+        found = _looks(values)
+        expected = self._seen.setdefault((what, microbatch), found)
+        fault = _difference(what, expected, found)
+        if fault:
+            raise StageMetadataError(
+                f"Stage {self.stage_index} {fault}: microbatch {microbatch} has {_described(found) or 'none'}, and had "
+                f"{_described(expected) or 'none'} in the first step, which counts as declared with "
+                "_runtime_validate=True: pass the same shapes and dtypes in every step, or leave it False"
+            )
+
+
+class _Look(NamedTuple):
+    """All that is compared of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_mesh: MeshLayout | None
+
+    @property
+    def placement(self) -> tuple[Any, ...] | None:
+        return placement_of(self.on_mesh)
+
+
+def _looks(values: Any) -> list[_Look]:
     leaves, _ = flatten(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [_Look(tuple(each.shape), each.dtype, MeshLayout.of(each)) for each in tensors]
 
 
-def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(map(describe_tensor, tensors))
+def _described(looks: Sequence[_Look]) -> str:
+    return ", ".join(itertools.starmap(describe, looks))
 
 
-def _difference(called: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+def _difference(called: str, expected: Sequence[_Look], found: Sequence[_Look]) -> str:
     """Describe the first difference; an empty text if there is none."""
     if len(expected) != len(found):
         return f"{called}: expected {len(expected)} tensors, got {len(found)}"
     for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
-        for name, look in _LOOKS.items():
-            if look(wanted) != look(got):
+        for name in ("shape", "dtype", "placement"):
+            if getattr(wanted, name) != getattr(got, name):
                 return f"{called}[{place}]: {name} mismatch"
     return ""

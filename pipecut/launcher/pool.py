@@ -21,6 +21,7 @@ from ..run import PATIENCE
 from ..text import numbered
 from .rank import (
     END,
+    GROUP_TIMEOUT,
     INTERRUPTED,
     SHOW_STACK,
     Call,
@@ -64,7 +65,7 @@ class RankPool:
         backend: str = "gloo",
         env: Mapping[str, str] | None = None,
         start_method: str | None = None,
-        group_timeout: float | None = None,
+        group_timeout: float = GROUP_TIMEOUT,
     ) -> None:
         self.ranks = ranks
         self.backend = backend

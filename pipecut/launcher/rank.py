@@ -36,6 +36,7 @@ SHOW_STACK = signal.SIGUSR1
 INTERRUPTED = 128 + signal.SIGINT
 
 _LAUNCHED_BY = "PIPECUT_LAUNCHED_BY"  # in the environment of a rank: the process that started it
+GROUP_TIMEOUT = 600.0  # seconds, as for the waits of a schedule
 _JOIN_GUARD = datetime.timedelta(minutes=30 * PATIENCE)  # a rank that dies before it joins is noticed by the pool
 
 _has_begun = False
@@ -166,7 +167,7 @@ class RankSettings:
     ranks: int
     files: SharedFiles
     backend: str
-    group_timeout: float | None
+    group_timeout: float
     env: Mapping[str, str]
     forked: bool
 
@@ -258,10 +259,8 @@ def _join(settings: RankSettings, number: int) -> None:
     store = settings.files.store(number, settings.ranks)
     store.set(f"rank {settings.rank}", "here")
     store.wait([f"rank {rank}" for rank in range(settings.ranks)], _JOIN_GUARD)
-    options: dict[str, Any] = {"store": store, "rank": settings.rank, "world_size": settings.ranks}
-    if settings.group_timeout is not None:
-        options["timeout"] = datetime.timedelta(seconds=settings.group_timeout)
-    _init_process_group(settings.backend, settings.rank, **options)
+    place = {"store": store, "rank": settings.rank, "world_size": settings.ranks}
+    _init_process_group(settings.backend, settings.rank, settings.group_timeout, **place)
 
 
 def _without_own_frames(error: BaseException) -> BaseException:
@@ -283,22 +282,22 @@ def _report(files: SharedFiles, number: int, outcome: Outcome) -> None:
 
 
 @contextlib.contextmanager
-def process_group(backend: str, local_rank: int) -> Iterator[None]:
+def process_group(backend: str, local_rank: int, timeout: float) -> Iterator[None]:
     """Initialise torch.distributed from the environment, as long as the block runs."""
-    _init_process_group(backend, local_rank)
+    _init_process_group(backend, local_rank, timeout)
     yield
     # After an error the others may be waiting: then the end of the process has to do.
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _init_process_group(backend: str, local_rank: int, **options: Any) -> None:
+def _init_process_group(backend: str, local_rank: int, timeout: float, **place: Any) -> None:
     """Initialise torch.distributed; a backend of devices gets one device per rank."""
     if backend != "gloo" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     # All have joined before any goes on: one that soon ends would close connections that others are still making.
     with changed_environment({"TORCH_DIST_INIT_BARRIER": "1"}):
-        dist.init_process_group(backend, **options)
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **place)
 
 
 def _end_with_parent() -> None:

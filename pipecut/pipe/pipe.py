@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InputError, PipeError
-from ..pipe_ir import Edge, PipeInfo, RecomputedValue, StageInfo, TiedParameter, TracedModel, bind_inputs, sizes_of
-from ..stage import CheckpointLike, InitFunction, PipelineStage, Values, build_stage, materialize
+from ..pipe_ir import (
+    Edge,
+    PipeInfo,
+    RecomputedValue,
+    StageInfo,
+    TiedParameter,
+    TracedModel,
+    bind_inputs,
+    may_draw,
+    sizes_of,
+)
+from ..stage import CheckpointLike, InitFunction, PipelineStage, StageOrigin, Values, build_stage, materialize
 from .report import Explanation, describe, explain, readable
+from .variants import Retrace, Variants
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -32,6 +45,9 @@ class Pipe:
     `recomputed` are values that a stage makes once more instead of receiving them, `only_returned` those that come to
     the last stage from earlier ones and are used there for nothing but the model's output. `balance` says in words how
     even stages are that were found automatically.
+
+    A call of another form than the example, without an optional argument or with another flag, is traced by `retrace`
+    when it is first made, and cut at the same places; `variants` has these.
     """
 
     traced: TracedModel
@@ -43,9 +59,12 @@ class Pipe:
     recomputed: tuple[RecomputedValue, ...] = ()
     only_returned: tuple[int, ...] = ()
     balance: str = ""
+    retrace: Retrace | None = None
+    variants: Variants = field(init=False)
 
     def __post_init__(self) -> None:
         self.verify()
+        object.__setattr__(self, "variants", Variants(self, self.retrace))
 
     @property
     def num_stages(self) -> int:
@@ -66,7 +85,14 @@ class Pipe:
             self.tied_parameters,
             self.unused_parameters,
             self.traced.call,
+            self._is_random(),
         )
+
+    def _is_random(self) -> bool:
+        """Return True if the model draws random numbers, or may: in another mode, or in code that was not traced."""
+        traced = self.traced
+        options = {"in_other_modes": not traced.training}
+        return bool(traced.fallbacks) or any(may_draw(op, **options) for op in traced.operations)
 
     def to(self, device: torch.device | str) -> Pipe:
         """Move all stages to a device, in place."""
@@ -86,13 +112,17 @@ class Pipe:
 
     def sizes(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """Return the symbolic dims' sizes in a call with these arguments; `TensorSpec.bind` takes them."""
-        return sizes_of(self.traced.dims, bind_inputs(self.traced.call, args, kwargs))
+        call = self.variants.info(self.variants.number_for(args, kwargs)).call
+        return sizes_of(call.dims, bind_inputs(call, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values: dict[int, Any] = dict(bind_inputs(self.traced.call, args, kwargs))
+        variant = self.variants.number_for(args, kwargs)
+        infos = self.variants.info(variant)
+        values: dict[int, Any] = dict(bind_inputs(infos.call, args, kwargs))
+        which = self.variants.installed(variant)
         result: Any = None
-        for info, stage in zip(self.stage_infos, self.stages, strict=True):
-            result = stage(*(values[index] for index in info.inputs))
+        for info, stage in zip(infos.stages, self.stages, strict=True):
+            result = stage(*which, *(values[index] for index in info.inputs))
             made = (result,) if len(info.outputs) == 1 else result
             if info.index < self.num_stages - 1:
                 values.update(zip(info.outputs, made or (), strict=True))
@@ -140,7 +170,21 @@ class Pipe:
         module = self.get_stage_module(stage_index)
         if values.given:
             module = materialize(self.traced, self.tied_parameters, module, stage_index, device, values)
-        return build_stage(module, stage_index, self.info(), device, group)
+        stage = build_stage(module, stage_index, self.info(), device, group, self.variants)
+        stage.origin = StageOrigin(stage_index, stage.submod, self.traced.model, self._holders)
+        return stage
+
+    @functools.cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each parameter and buffer, by its names in the model."""
+        found: dict[str, tuple[int, ...]] = {}
+        for index, stage in enumerate(self.stages):
+            tensors = itertools.chain(
+                stage.named_parameters(remove_duplicate=False), stage.named_buffers(remove_duplicate=False)
+            )
+            for name, _ in tensors:
+                found[name] = (*found.get(name, ()), index)
+        return found
 
     def verify(self) -> None:
         """Check that every value is defined before its use, every edge has both ends, and no name is lost."""

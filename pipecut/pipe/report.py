@@ -68,7 +68,8 @@ def _recomputed(pipe: Pipe) -> list[str]:
 
 def _example_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     """Return the size of a tensor in the example."""
-    bound = spec.bind(sizes)
+    known = {**dict.fromkeys(map(str, spec.symbols), 1), **sizes}  # a size that depends on the data counts as one
+    bound = spec.bind(known)
     return math.prod(map(int, bound.shape)) * spec.dtype.itemsize
 
 
@@ -180,6 +181,10 @@ class Explanation:
         """Return the sentences below a heading; none if there is nothing to say."""
         return next((section.lines for section in self.sections if section.title == title), ())
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield the headings; without this, `in` and `for` would count up to no end."""
+        return (section.title for section in self.sections)
+
     def __str__(self) -> str:
         parts = [self.title]
         for section in self.sections:
@@ -276,7 +281,7 @@ def _hooks_and_attributes(pipe: Pipe) -> Iterator[str]:
 
 def _fallbacks(pipe: Pipe) -> Iterator[str]:
     for fallback in pipe.traced.fallbacks:
-        yield f"{fallback.path or _name(pipe.traced)} could not be traced, and stays as it is: {fallback.reason}"
+        yield f"{fallback.path or _name(pipe.traced)} {fallback.because}, and stays as it is: {fallback.reason}"
 
 
 def _edges(pipe: Pipe) -> Iterator[str]:

@@ -138,7 +138,10 @@ argument
 
 
 def stand_in_for_meta(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode | None = None
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    mode: FakeTensorMode | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, ...]:
     """Replace parameters and buffers on the meta device by fake tensors of the CPU; return those of the inputs.
 
@@ -150,12 +153,12 @@ def stand_in_for_meta(
             for tensors in (parameters_of(module), buffers_of(module)):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = made.setdefault(id(tensor), _stand_in(tensor))  # type: ignore[assignment]
-        return tuple(_stand_in(tensor) for tensor in inputs)
+                        tensors[name] = made.setdefault(id(tensor), _stand_in(tensor, device))  # type: ignore[assignment]
+        return tuple(_stand_in(tensor, device) for tensor in inputs)
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _stand_in(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

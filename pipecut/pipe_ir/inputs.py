@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..errors import ExampleError, InputError
 from ..text import dtype_name, shape_text
 from .sizes.dynamic import NOTHING_ASKED, DynamicDims, Place, read_dynamic
 from .sizes.faults import size_faults
-from .structure import NthLeaf, Structure, flatten, unflatten
+from .structure import NthLeaf, Structure, flatten, is_plain_object, is_tensor_holder, unflatten
 from .traced import PLAIN_TYPES, FixedDim, TracedCall, TracedInput
 
 
@@ -65,10 +67,49 @@ def read_example(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, 
         (_pretty(path), leaf.index, leaves[leaf.index]) if isinstance(leaf, NthLeaf) else (_pretty(path), None, leaf)
         for path, leaf in zip(structure.paths(), named, strict=True)
     )
+    for path, _, leaf in named_leaves:
+        if is_tensor_holder(leaf):
+            raise ExampleError(_holds_tensors(path, leaf, "holds tensors, which a trace would take for constants"))
     paths = {nth: path for path, nth, _ in named_leaves}
     tensors = {paths[nth]: leaf for nth, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     asked = read_dynamic(dynamic, tensors, type(model).__name__)
     return Example(tuple(leaves), call, signature, named_leaves, asked)
+
+
+def _holds_tensors(path: str, value: Any, why: str) -> str:
+    return (
+        f"{path} is a {type(value).__name__}, an object that {why}.\nLeave it out if the model can do without (of a "
+        "key/value cache: pass use_cache=False instead), or let the model take the tensors themselves, alone or in "
+        "tuples, lists, dicts or dataclasses"
+    )
+
+
+@contextlib.contextmanager
+def objects_kept(example: Example) -> Iterator[None]:
+    """Raise if the code in the block puts tensors into an object among the arguments, which is then as before."""
+    plain = [(path, leaf) for path, _, leaf in example.named if is_plain_object(leaf)]
+    before = [_attributes_of(leaf) for _, leaf in plain]
+    try:
+        yield
+    finally:
+        filled = [
+            (path, leaf, attributes)
+            for (path, leaf), attributes in zip(plain, before, strict=True)
+            if is_tensor_holder(leaf)
+        ]
+        for path, leaf, attributes in filled:
+            vars(leaf).clear()
+            vars(leaf).update(attributes)
+            why = "the forward puts tensors into; the stages would not put them into that of a call"
+            raise ExampleError(_holds_tensors(path, leaf, why)) from None
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in which those that change are copies."""
+    try:
+        return copy.deepcopy(vars(value))
+    except Exception:  # an attribute that cannot be copied; as it is, it is all there is
+        return dict(vars(value))
 
 
 def _bind(signature: inspect.Signature, model_name: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -88,9 +129,7 @@ def _pretty(path: tuple[str, ...]) -> str:
 
 def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
     """Return the tensors of a call by the index of their values in the trace; raise if the call does not fit it."""
-    model_name = call.model_name
-    leaves, structure = flatten(_bind(call.signature, model_name, args, kwargs))
-    given = dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
+    model_name, given = call.model_name, by_path(call, args, kwargs)
     faults = _structure_faults(call, given)
     for entry in call.inputs:
         if entry.path in given:
@@ -99,6 +138,46 @@ def bind_inputs(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, An
     if faults:
         raise InputError(f"this call does not fit the trace of {model_name}:\n  " + "\n  ".join(faults))
     return {entry.value: given[entry.path] for entry in call.inputs if entry.value is not None}
+
+
+def by_path(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a call, defaults included, by their paths."""
+    leaves, structure = flatten(_bind(call.signature, call.model_name, args, kwargs))
+    return dict(zip(map(_pretty, structure.paths()), leaves, strict=True))
+
+
+def has_form(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a call is of the form of the traced one, whatever the sizes of its tensors.
+
+    That is the same arguments, the same Python values, and tensors in the same places, with the same dtypes and numbers
+    of dims. A call of another form is traced once more.
+    """
+    given = by_path(call, args, kwargs)
+    return len(given) == len(call.inputs) and all(
+        entry.path in given and _is_like(entry, given[entry.path]) for entry in call.inputs
+    )
+
+
+def _is_like(entry: TracedInput, value: Any) -> bool:
+    if entry.spec is None:
+        return _same_value(entry.constant, value)
+    return isinstance(value, torch.Tensor) and (value.dim(), value.dtype) == (len(entry.spec.shape), entry.spec.dtype)
+
+
+def can_be_retraced(call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a call differs from the traced one by nothing but tensors and plain Python values.
+
+    Numbers of another precision do not count: it is the parameters' that has to be another, in a new pipe.
+    """
+    known = {entry.path: entry for entry in call.inputs}
+    return all(_can_differ(known.get(path), value) for path, value in by_path(call, args, kwargs).items())
+
+
+def _can_differ(entry: TracedInput | None, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        known = None if entry is None else entry.spec
+        return known is None or not known.dtype.is_floating_point or value.dtype == known.dtype
+    return isinstance(value, PLAIN_TYPES) or (entry is not None and entry.constant is value)
 
 
 def _structure_faults(call: TracedCall, given: Mapping[str, Any]) -> list[str]:
@@ -180,7 +259,10 @@ def _why_fixed(entry: TracedInput, dim: int, fixed: Sequence[FixedDim]) -> str:
             return f"it was fixed by the model's code{f' at {place.source}' if place.source else ''}"
     if dim == 0 and entry.spec is not None and entry.spec.shape[0] == 1:
         return "it was fixed by the example, which has one row: call pipeline() with an example of several"
-    return f"it was fixed by the example: call pipeline() with dynamic={{{entry.path!r}: {{{dim}: 'a name'}}}}"
+    return (
+        f"it was fixed by the example: call pipeline() with dynamic={{{entry.path!r}: {{{dim}: 'a name'}}}}, or with "
+        "dynamic='auto', which finds all sizes that may change"
+    )
 
 
 def _same_value(fixed: Any, value: Any) -> bool:

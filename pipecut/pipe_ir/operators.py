@@ -27,7 +27,7 @@ from ..torch_internals import (
     schema_of,
 )
 from .spec import Dim
-from .traced import Autocast, Context
+from .traced import Autocast, Context, Operation
 
 Shape: TypeAlias = tuple[Dim, ...]
 
@@ -76,7 +76,6 @@ class Operator:
     passes_through: bool = False  # may return its first argument itself, though a trace shows a new tensor
     is_check: bool = False  # added by the tracer; what it checks holds by construction of the stages
     is_deterministic: bool = True  # False: uninitialised memory
-    returns_number: bool = False  # a plain number that depends on data
 
     # Shapes.
     shape_by_arithmetic: bool = False  # the shape of its result follows by arithmetic, whatever the sizes are
@@ -266,7 +265,6 @@ _known("zeros_like ones_like", Operator(saves="nothing", has_gradient=False))
 _known("full_like rand_like randn_like randint_like new_zeros new_ones new_full", Operator(has_gradient=False))
 _known("empty_like new_empty new_empty_strided", Operator(has_gradient=False, is_deterministic=False))
 _known("empty empty_strided empty_permuted empty_quantized", Operator(is_deterministic=False))
-_known("item _local_scalar_dense", Operator(returns_number=True))
 _known(
     "_assert_scalar _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size", Operator(is_check=True)
 )
@@ -286,6 +284,23 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [argument for argument in (*silent, *declared) if argument is not None]
+
+
+def may_draw(op: Operation, *, in_other_modes: bool) -> bool:
+    """Return True for an operation that draws random numbers; dropout with a probability of zero does not.
+
+    `in_other_modes` asks for training mode too, in which a probability of zero may be another one.
+    """
+    target, args, kwargs = op.target, op.args, op.kwargs
+    if not is_overload(target) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if in_other_modes:
+        return True
+    arguments = schema_of(target).arguments
+    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    given |= dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    chances = [given.get("dropout_p"), given.get("p") if "dropout" in operator_name(target) else None]
+    return 0.0 not in chances
 
 
 def returned_argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -309,8 +324,7 @@ class Modes:
         name = getattr(target, "__name__", "")
         context = self.context
         if target is SET_GRAD_ENABLED:
-            self._blocks += 1
-            self.context = replace(context, grad=args[0], no_grad_block=0 if args[0] else self._blocks)
+            self.context = replace(context, grad=args[0])
         elif target is ENTER_AUTOCAST:
             self._blocks += 1
             entered = Autocast(args[0], args[1], args[2], self._blocks)

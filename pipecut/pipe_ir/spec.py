@@ -76,10 +76,13 @@ class TensorSpec:
         )
 
     def memory_order(self, sizes: _Sizes) -> tuple[int, ...] | None:
-        """Return the order of dims in which the tensor lies in memory without gaps; None if there is none."""
+        """Return the order of dims in which the tensor lies in memory without gaps; None if there is none.
+
+        It does not depend on sizes that are not given.
+        """
         if not self.stride and self.shape:
             return None
-        strides = [_concrete(stride, sizes) for stride in self.stride]
+        strides = [_concrete(stride, sizes, otherwise=2) for stride in self.stride]
         order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
         return order if self.permuted(order).is_contiguous else None
 
@@ -123,7 +126,8 @@ class TensorSpec:
         return f"{dtype_name(self.dtype)}{shape_text(self.shape)}{' grad' if self.requires_grad else ''}"
 
 
-def _concrete(dim: Dim, sizes: _Sizes) -> int:
+def _concrete(dim: Dim, sizes: _Sizes, otherwise: int = 1) -> int:
+    """Return a dim at these sizes; `otherwise` is the size of what they do not have."""
     if isinstance(dim, int):
         return dim
-    return int(dim.subs({symbol: sizes[str(symbol)] for symbol in dim.free_symbols if str(symbol) in sizes}))
+    return int(dim.subs({symbol: sizes.get(str(symbol), otherwise) for symbol in dim.free_symbols}))

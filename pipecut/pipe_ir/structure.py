@@ -6,6 +6,7 @@ their process for good. A Structure also opens plain dataclasses, and gives each
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import types
@@ -203,10 +204,16 @@ def _open_mapping(value: dict[Any, Any]) -> _Opened:
     keys = list(value)
     attributes = [key for key in keys if isinstance(key, str) and getattr(value, key, value) is value[key]]
 
+    base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+    emptied = copy.copy(value)  # so that nobody who keeps this keeps the values too
+    base.clear(emptied)
+    for name in attributes:
+        vars(emptied).pop(name, None)
+
     def rebuild(children: list[Any]) -> Any:
-        made = copy.copy(value)
+        made = copy.copy(emptied)
         for key, child in zip(keys, children, strict=True):
-            dict.__setitem__(made, key, child)
+            base.__setitem__(made, key, child)
             if key in attributes:
                 object.__setattr__(made, key, child)
         return made

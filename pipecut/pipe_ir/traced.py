@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 import torch
@@ -20,6 +20,9 @@ from torch import nn
 
 from .spec import Dim, TensorSpec
 from .structure import Atom, Structure, flatten
+
+if TYPE_CHECKING:
+    from .tracing.events import History
 
 # The values that a trace holds on to as they are: there is nothing in them that could change.
 PLAIN_TYPES = (
@@ -60,6 +63,14 @@ class Opaque(Atom):
     """A Python object that only the original code can make."""
 
     type_name: str
+
+
+@dataclass(frozen=True)
+class ForwardOf(Atom):
+    """First argument of a module with generated forwards for calls of several forms: the variant that is meant."""
+
+    variant: int
+    nth_call: int = 0
 
 
 class _Here:
@@ -113,13 +124,9 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Context:
-    """The modes that an operation runs in: gradients on or off, the autocast blocks around it, vmap levels.
-
-    `no_grad_block` distinguishes blocks without gradients from each other; it is 0 where there are gradients.
-    """
+    """The modes that an operation runs in: gradients on or off, the autocast blocks around it, vmap levels."""
 
     grad: bool = True
-    no_grad_block: int = 0
     autocast: tuple[Autocast, ...] = ()
     vmap: int = 0
 
@@ -134,7 +141,10 @@ OperationKind = Literal["input", "state", "constant", "op", "mark"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or one value that exists from the start (a model input, a parameter, a constant)."""
+    """One operation, or one value that exists from the start (a model input, a parameter, a constant).
+
+    `number` is the type of a value that is no tensor but a number, which depends on the data.
+    """
 
     index: int
     tick: int
@@ -150,6 +160,7 @@ class Operation:
     refs: tuple[int, ...]
     writes: tuple[int, ...] = ()
     constant: Any = None
+    number: type | None = None
 
 
 SpanKind = Literal["call", "checkpoint", "function"]
@@ -216,6 +227,8 @@ class FixedDim:
     """A dim of an input that was symbolic when the trace began, and that the model's code has tied to `size`.
 
     `name` is what the user calls it, `source` the line of code, `asked` is True if the user wants it to be symbolic.
+    `as_number` says that the code asked for the plain number (`len(x)`): the model itself runs with others. It may not
+    where a size is fixed by a comparison, as with the width of a weight.
     """
 
     path: str
@@ -224,16 +237,21 @@ class FixedDim:
     size: Dim
     source: str
     asked: bool
+    as_number: bool = False
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """Calling convention of a traced model, without the model: signature, inputs, and conditions on their sizes."""
+    """Calling convention of a traced model, without the model: signature, inputs, and conditions on their sizes.
+
+    `hints` are the symbolic sizes as they were in the example.
+    """
 
     model_name: str
     signature: inspect.Signature
     inputs: tuple[TracedInput, ...]
     dims: Mapping[sympy.Symbol, tuple[int, int]]
+    hints: Mapping[str, int]
     conditions: tuple[Condition, ...]
     named_dims: tuple[str, ...] = ()
     fixed_dims: tuple[FixedDim, ...] = ()
@@ -242,10 +260,11 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A module that could not be traced: it is never cut inside, and always runs its own code."""
+    """A module that is never cut inside, and always runs its own code: mostly one that could not be traced."""
 
     path: str
     reason: str
+    because: str = "could not be traced"
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,10 +275,13 @@ class TracedModel:
     `conditions` on sizes hold in every call that the trace can stand for. `reached_state` are parameters that code
     reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
     forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
-    a module has set or changed; `untraced_effects` is what the forward of a module did that no operation shows.
+    a module has set or changed; `changing` are modules that did more than their operations show, or something else when
+    they ran again.
     `fallbacks` are the modules that could not be traced.
     `named_dims` are the symbols that the user named, `fixed_dims` the sizes that could not stay symbolic.
-    `autocast` is the one around the whole trace, in words.
+    `autocast` is the one around the whole trace, in words. `draws` are the random numbers outside of operations, as
+    lines of code or names of generators, by which the code may have decided. `history` is what the traced run did, to
+    be compared with other runs; a cut model does not have it any more.
     """
 
     operations: tuple[Operation, ...]
@@ -277,11 +299,13 @@ class TracedModel:
     reached_state: frozenset[int] = frozenset()
     mode_readers: frozenset[str] = frozenset()
     assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    untraced_effects: Mapping[str, str] = field(default_factory=dict)
+    changing: frozenset[str] = frozenset()
     fallbacks: tuple[Fallback, ...] = ()
     named_dims: tuple[str, ...] = ()
     fixed_dims: tuple[FixedDim, ...] = ()
     autocast: str = ""
+    draws: tuple[str, ...] = ()
+    history: History | None = None
 
     @property
     def call(self) -> TracedCall:
@@ -291,6 +315,7 @@ class TracedModel:
             self.signature,
             self.inputs,
             self.dims,
+            self.hints,
             self.conditions,
             self.named_dims,
             self.fixed_dims,
@@ -370,6 +395,8 @@ class StageInfo:
     modules: tuple[str, ...]
     flops: sympy.Expr
     code: Mapping[str, str]
+    structure: str = ""  # how many modules and tensors it held when it was cut, with a digest
+    changing: tuple[str, ...] = ()  # whole modules that did something else when they ran again
 
 
 @dataclass(frozen=True)
@@ -382,3 +409,4 @@ class PipeInfo:
     tied_parameters: tuple[TiedParameter, ...]
     unused_parameters: tuple[str, ...]
     call: TracedCall
+    is_random: bool = False  # True if the model draws random numbers, or may

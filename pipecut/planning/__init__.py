@@ -1,7 +1,7 @@
 """plan(): search the cut, schedule, size of microbatches and recomputation together; and cuts by measured times.
 
 search.py, the file to read first, makes candidates (candidate.py) of all choices (choices.py) from the costs of stages
-(costs.py, memory.py), ranks them (ranking.py) and returns a TrainingPlan (training_plan.py), which plan_file.py saves.
+(costs.py), ranks them (ranking.py) and returns a TrainingPlan (training_plan.py), which plan_file.py saves.
 measure.py measures stages and links; measured_chain.py cuts by measured times; group.py is for ranks that plan
 together.
 """

@@ -54,7 +54,7 @@ def measured_chain(
     >>> from pipecut import pipeline
     >>> from pipecut.split import chain_of
     >>> model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
-    >>> chain = measured_chain(chain_of(pipeline(model, (x,)).traced), (x,))
+    >>> chain = measured_chain(chain_of(pipeline(model, (x,), num_stages=1).traced), (x,))
     >>> len(chain.times), all(times.forward > 0 for times in chain.times)
     (3, True)
     """

@@ -5,14 +5,16 @@ into a StepState for each rank (state.py), to a runner (runner.py), which goes t
 the executor (executor.py), which has a handler for each kind of action.
 """
 
+from .calls import cut_by_hand as cut_by_hand
+from .calls import cut_traced as cut_traced
 from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
 from .executor import checked_op as checked_op
 from .failure import PATIENCE as PATIENCE
 from .handshake import digest as digest
 from .handshake import exchange as exchange
-from .inputs import cut_by_hand as cut_by_hand
-from .inputs import cut_traced as cut_traced
+from .inputs import Given as Given
+from .inputs import InputCutter as InputCutter
 from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from .schedules import PipelineScheduleSingle as PipelineScheduleSingle

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError, InputError, PipeError, PipeWarning
+from ..errors import DisagreementError, InputError, PipeError, PipeWarning, StepError
 from ..schedule import Op, Plan
 from ..stage import PipelineStage, check_not_within_pipeline, is_initialized
 from ..torch_internals import is_compiled
-from .failure import BEGIN, FailureReports, describe
+from .failure import ANY_COPY, ANY_RANK, BEGIN, END, FailureReports, describe, step_error
 from .handshake import Exchange, Handshake
-from .transport import DistributedTransport, InProcessTransport, ParcelQueues, Transport, TransportFactory
+from .transport import (
+    DistributedTransport,
+    InProcessTransport,
+    ParcelQueues,
+    Transport,
+    TransportFactory,
+    connection_to,
+    device_of_numbers,
+    wait_for,
+)
 
-EVAL, STEP, MEAN_LOSS = range(3)
+EVAL, STEP = range(2)
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 
 
 class Connection:
@@ -35,12 +48,19 @@ class Connection:
         _check_stages(stages, plan, in_process=self.in_process, distributed=distributed)
         self.failure_reports: FailureReports | None = None
         self._number = 0  # the ranks count their schedules alike
+        self._calls = 0  # of this schedule, which they count alike too
+        self._agreed: StepError | None = None  # the failure of this call, if all ranks know of it
+        self._running = threading.Lock()
+        self._timeout = timeout
         group, device = stages[0].group, stages[0].device
+        self._group = group
         groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
         copies = [group for group in groups if group.size() > 1]  # otherwise there is nobody to agree with
         pipeline = None
         if not self.in_process:
-            self.failure_reports = FailureReports(group, device, copies)
+            self.failure_reports = reports = FailureReports(group, device, copies, timeout)
+            self._running = _locks.setdefault(reports.groups[0], self._running)
+            self._timeout = timeout = reports.timeout
             if dist.get_world_size(group) != plan.ranks:
                 raise InputError(
                     f"the plan is for {plan.ranks} ranks, and the process group has {dist.get_world_size(group)}"
@@ -52,7 +72,8 @@ class Connection:
         here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
         if transport is not None and not callable(transport):
             raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
-        make = transport if transport is not None else _default_transport(group, device, in_process=self.in_process)
+        own = _default_transport(group, device, self._timeout, in_process=self.in_process)
+        make = transport if transport is not None else own
         self.transports = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
         self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
         self._check_placement(stages, plan)
@@ -69,26 +90,106 @@ class Connection:
         """The ranks that are here."""
         return [transport.rank for transport in self.transports]
 
-    def share(self, kind: int, source: int, numbers: list[int] | None, count: int) -> list[int]:
-        """Return the numbers of one rank on all; `numbers` is None elsewhere, `count` how many there may be."""
-        return _share(self.transports, self._number, kind, source, numbers, count)
+    def begin_call(self, kind: int) -> None:
+        """Begin a step or an evaluation; raise if another is running, or the ranks cannot reach each other."""
+        if not self._running.acquire(blocking=False):
+            raise PipeError(
+                f"{_CALLS[kind]} was called while a step or an evaluation over the same ranks was running: in another "
+                "thread, or in a hook or loss_fn of that step. Make one call after the other"
+            )
+        try:
+            if self.failure_reports is not None:
+                self.failure_reports.check_open()
+                self.failure_reports.call = f"{_Call(kind, self._number, 0)}, its call {self._calls + 1}"
+        except BaseException:
+            self._running.release()
+            raise
+        self._calls += 1
 
-    def failed(self, error: Exception, where: str = BEGIN) -> Exception:
-        """Return the error to raise for one before the first action or after the last: others may be waiting."""
-        if self.failure_reports is None or isinstance(error, DisagreementError):
-            return error  # all ranks find out about a disagreement by themselves
-        return self.failure_reports.raise_on_all(describe(self.ranks[0], None, None, error, where), error)
+    def end_call(self) -> None:
+        """Let the next call begin."""
+        self._agreed = None  # its traceback has all values of the step
+        self._running.release()
+
+    def share(self, kind: int, source: int, numbers: list[int] | None) -> list[int]:
+        """Return the numbers of one rank on all; `numbers` is None elsewhere."""
+        return _share(self.transports, _Call(kind, self._number, self._calls), source, numbers)
+
+    def exchange(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the facts of every rank, in their order; all of them call this at the same time."""
+        return Exchange(self._group, self._timeout).run(facts)
+
+    @contextlib.contextmanager
+    def reporting(self, where: str = BEGIN, undo: Callable[[], str] = str) -> Iterator[None]:
+        """Report what goes wrong before the first action or after the last: others may be waiting.
+
+        `undo` takes back what the call has changed, and returns what to say of it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            note = undo()
+            if isinstance(error, DisagreementError):
+                self._calls -= 1  # nothing was run, and the call may be made again, as for a rank that came too early
+            raised = self._reported(error, where, note)
+            if raised is error:
+                raise
+            raise raised from error
+
+    def _reported(self, error: BaseException, where: str, note: str) -> BaseException:
+        """Return the error to raise. All ranks find out about a disagreement, and a failure at the end, by themselves.
+
+        A KeyboardInterrupt stays one on this rank.
+        """
+        if self.failure_reports is None or isinstance(error, DisagreementError) or error is self._agreed:
+            if not note or not isinstance(error, Exception):
+                return error
+            return (
+                type(error)(f"{error}{note}") if isinstance(error, StepError) else step_error(f"{error}{note}", error)
+            )
+        raised = self.failure_reports.raise_on_all(describe(self.ranks[0], None, None, error, where), error, note)
+        return raised if isinstance(error, Exception) else error
+
+    def agree(self, error: Exception | None, losses: Sequence[float]) -> Sequence[float]:
+        """Wait until all ranks have come to the end of the call, and raise StepError on all if one of them failed.
+
+        Returns the sums of `losses` over the pipeline, of their means over copies of each stage. The connections stay
+        open: what fails here does so after the last message.
+        """
+        reports = self.failure_reports
+        if reports is None:
+            if error is not None:
+                raise error
+            return losses
+        call = f"{self._number}.{self._calls}"
+        if error is not None:
+            reports.write_outcome(call, describe(self.ranks[0], None, None, error, END))
+        numbers = [0.0 if error is None else 1.0, *losses]
+        for group in (*reports.groups[1:], reports.groups[0]):  # with the copies of a stage, then with other stages
+            shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
+            with connection_to(ANY_RANK if group is reports.groups[0] else ANY_COPY):
+                wait_for(dist.all_reduce(shared, group=group, async_op=True), self._timeout)
+            failed, *sums = shared.tolist()
+            told = reports.read_outcome(call) if failed else ""
+            copies = 1 if group is reports.groups[0] else group.size()
+            numbers = [failed, *(number / copies for number in sums)]
+        if told:
+            self._agreed = step_error(told, error or Exception())
+            raise self._agreed from error
+        return numbers[1:]
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
     return is_initialized() and plan.ranks > 1 and dist.get_world_size(stages[0].group) > 1
 
 
-def _default_transport(group: dist.ProcessGroup | None, device: torch.device, *, in_process: bool) -> TransportFactory:
+def _default_transport(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, in_process: bool
+) -> TransportFactory:
     if in_process:
         queues = ParcelQueues()
         return lambda rank, ranks: InProcessTransport(queues, rank, ranks)
-    return lambda rank, ranks: DistributedTransport(group, device)
+    return lambda rank, ranks: DistributedTransport(group, device, timeout)
 
 
 _TRANSPORT_REMEDY = "pass a function of (rank, ranks) that returns an object with the protocol of pipecut.run.Transport"
@@ -111,24 +212,45 @@ def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport
 
 # Numbers that one rank shares with all.
 
-_CALLS = {EVAL: "eval()", STEP: "step()", MEAN_LOSS: "mean_loss()"}
-_SIZE = 256  # numbers that a call shares, or a multiple of it
+_CALLS = {EVAL: "eval()", STEP: "step()"}
+_HEADER = 4  # numbers that say which call it is, and how many follow
+_SIZE = 256  # numbers in the first message, which is the last for up to some eighty microbatches
 
 
-def _share(
-    transports: Sequence[Transport], schedule: int, kind: int, source: int, numbers: list[int] | None, count: int
-) -> list[int]:
-    """Share numbers in a message that has one size for all calls, so that calls that differ are noticed."""
-    size = _SIZE * ((3 + count + _SIZE - 1) // _SIZE)
-    if numbers is not None:
-        numbers = [kind, schedule, len(numbers), *numbers] + [0] * (size - 3 - len(numbers))
-    shared = [transport.share(source, numbers, size) for transport in transports][-1]
-    if shared[:2] != [kind, schedule]:
+class _Call(NamedTuple):
+    """The call that a rank makes."""
+
+    kind: int
+    schedule: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{_CALLS.get(self.kind, 'something else')} of schedule {self.schedule}"
+
+
+def _share(transports: Sequence[Transport], call: _Call, source: int, numbers: list[int] | None) -> list[int]:
+    """Share numbers in a message that has one size for all calls, so that calls that differ are noticed.
+
+    What does not fit follows in a second one: gloo ends the process if a message is longer than its receiver expects.
+    """
+    sent = None if numbers is None else [*call, len(numbers), *numbers]
+    first = None if sent is None else (sent + [0] * _SIZE)[:_SIZE]
+    shared = [transport.share(source, first, _SIZE) for transport in transports][-1]
+    other = _Call(*shared[:3])
+    if other[:2] != call[:2]:
         raise PipeError(
-            f"rank {source} called {_CALLS.get(shared[0], 'something else')} of schedule {shared[1]}, and this rank "
-            f"{_CALLS[kind]} of schedule {schedule}: make the same calls in the same order on every rank"
+            f"rank {source} called {other}, and this rank {call}: make the same calls in the same order on every rank"
         )
-    return shared[3 : 3 + shared[2]]
+    if other != call:
+        raise PipeError(
+            f"rank {source} called {other} as its call {other.number}, and this rank as its call {call.number}: one of "
+            "them has skipped a call, or made one more; make the same calls in the same order on every rank"
+        )
+    left = _HEADER + shared[3] - _SIZE
+    if left > 0:
+        rest = None if sent is None else sent[_SIZE:]
+        shared = shared + [transport.share(source, rest, left) for transport in transports][-1]
+    return shared[_HEADER : _HEADER + shared[3]]
 
 
 # Checks of stages.

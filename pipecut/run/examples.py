@@ -1,4 +1,4 @@
-"""Checks of the arguments of modules that were cut by hand: by their example inputs, and by their keywords."""
+"""Checks of arguments: by the example inputs of modules that were cut by hand, and by the keywords that are known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import InputError, StageMetadataError
-from ..pipe_ir import flatten
+from ..errors import InputError, KeywordError, StageMetadataError
+from ..pipe_ir import TracedCall, flatten
 from ..stage import PipelineStage, open_value, placement_of
 from ..text import did_you_mean, listed
 from .transport import Meta
@@ -81,9 +81,71 @@ def _without(meta: Meta, dim: int | None) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :]), len(shape), meta.dtype, placing
 
 
-# Keyword arguments.
+# Keywords of schedules and of their calls: those that a module takes, and the nearest name where nobody does.
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OF_STEPS = ("target", "losses", "return_outputs", "loss_kwargs")  # keywords of step() and eval() themselves
+_MISSPELT = 0.8  # how near a name is to another that it was meant to be, if it could be a name of its own
+
+
+def check_options(cls: type, given: Iterable[str]) -> None:
+    """Raise on keywords that a schedule does not take; it takes those of its base classes where it has `**options`."""
+    known: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        names, any_name = _names_of(inspect.signature(vars(base)["__init__"]))
+        known += [name for name in names if name != "self"]
+        if not any_name:
+            break
+    for name in given:
+        if name not in known:
+            raise KeywordError(
+                f"{cls.__name__} got the keyword {name!r}, which it does not take (it takes "
+                f"{', '.join(dict.fromkeys(known))}).{did_you_mean(name, known)}"
+            )
+
+
+def check_traced_keywords(call: TracedCall, given: Iterable[str]) -> None:
+    """Raise on keywords that a traced model does not take.
+
+    One that takes any, by `**options`, hides misspelt names: those that are new, and near to a name that is known.
+    """
+    names, any_name = _names_of(call.signature)
+    options = _names_of_options(call)
+    for name in given:
+        if name in names or name in options:
+            continue
+        near = did_you_mean(name, [*names, *_OF_STEPS], _MISSPELT if any_name else 0.6)
+        if near or not any_name:
+            raise KeywordError(
+                f"step() got the keyword {name!r}, which neither step() nor the forward of {call.model_name} takes "
+                f"(they take {', '.join((*_OF_STEPS, *names))}).{near}"
+            )
+
+
+def _names_of_options(call: TracedCall) -> set[str]:
+    """Return the keywords that the example passed to the `**options` of the model."""
+    parameters = call.signature.parameters.values()
+    collects = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), None)
+    begins = f"{collects}['"
+    return {entry.path[len(begins) :].partition("'")[0] for entry in call.inputs if entry.path.startswith(begins)}
+
+
+def check_known_kwargs(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
+    """Raise on a keyword that no module of this process takes."""
+    known: list[str] = []
+    for stage in stages:
+        names, any_name = _parameters_of(stage.submod)
+        if any_name:
+            return
+        known += names
+    for name in kwargs:
+        if name not in known:
+            raise InputError(
+                f"step() got the keyword {name!r}, which the forward of no stage in this process takes (they take "
+                f"{', '.join(dict.fromkeys(known)) or 'none'}).{did_you_mean(name, (*known, *_OF_STEPS))}"
+            )
 
 
 def taken_by(module: nn.Module, places: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,24 +161,12 @@ def taken_by(module: nn.Module, places: int, kwargs: Mapping[str, Any]) -> dict[
     return {name: value for name, value in kwargs.items() if name not in given and (any_name or name in names)}
 
 
-def check_known_kwargs(stages: Iterable[PipelineStage], kwargs: Mapping[str, Any]) -> None:
-    """Raise on a keyword that no module of this process takes."""
-    known: list[str] = []
-    for stage in stages:
-        names, any_name = _parameters_of(stage.submod)
-        if any_name:
-            return
-        known += names
-    for name in kwargs:
-        if name not in known:
-            raise InputError(
-                f"step() got the keyword {name!r}, which the forward of no stage in this process takes (they take "
-                f"{', '.join(dict.fromkeys(known)) or 'none'}).{did_you_mean(name, known)}"
-            )
-
-
 def _parameters_of(module: nn.Module) -> tuple[list[str], bool]:
     """Return the names of a forward's parameters, positional ones first, and True if it takes any others."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    return _names_of(inspect.signature(module.forward))
+
+
+def _names_of(signature: inspect.Signature) -> tuple[list[str], bool]:
+    parameters = signature.parameters.values()
     any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     return [each.name for each in parameters if each.kind in _BY_NAME], any_name

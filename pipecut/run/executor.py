@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..schedule import Action, Op, Plan
 from ..stage import PipelineStage
 from .examples import check_arrived, taken_by
-from .gradients import Gradients, NestedLeaves, give_to_inputs, graph_leaf
+from .gradients import AddedLosses, Gradients, NestedLeaves, give_to_inputs, graph_leaf, note_gradients
 from .last_stage import LastStage
 from .loss import Objective
 from .mail import Mail
@@ -63,6 +63,7 @@ class Executor:
         scale_gradients: bool,
         ties: TiedGradients,
         random_numbers: RandomNumbers,
+        added_losses: AddedLosses,
         observer: Observer | None,
     ) -> None:
         self.plan = plan
@@ -73,6 +74,7 @@ class Executor:
         self.mail = Mail(plan, stages, parcels, transport, random_numbers)
         self.gradients = Gradients(self.mail, {stage: plan.dataflow.users[stage] for stage in stages})
         self.last_stage = LastStage(objective, scale_gradients=scale_gradients)
+        self.added_losses = added_losses
         self.observer = observer
         self._state: StepState | None = None
         self._sources = {
@@ -94,7 +96,7 @@ class Executor:
             Op.RECV_B: self.mail.post,
             Op.UNSHARD: lambda action, _: self.stages[action.stage].replica.unshard(),
             Op.RESHARD: lambda action, _: self.stages[action.stage].replica.reshard(),
-            Op.REDUCE_GRAD: lambda action, _: self.stages[action.stage].replica.reduce_gradients(),
+            Op.REDUCE_GRAD: self._reduce_gradients,
             Op.REDUCE_TIES: lambda action, _: self.ties.sum(action.microbatch or 0),
             Op.OVERLAP_F_B: self._overlap,
         }
@@ -106,14 +108,19 @@ class Executor:
         assert self._state is not None  # asked for during a step only
         return self._state
 
-    def begin(self, state: StepState) -> None:
-        """Begin a step."""
+    def prepare(self, state: StepState) -> None:
+        """Prepare a step, before any rank of this process begins it."""
         self._state = state
         state.backwards_left = dict.fromkeys(self.stages, len(state.samples))
         if state.training:
-            self.ties.begin()
             for stage in self.stages.values():
                 stage.begin_step(splits_backward=self._splits_backward or self.handlers != self.usual_handlers)
+                note_gradients(stage.weights.parameters, state)
+
+    def begin(self) -> None:
+        """Begin the step."""
+        if self.state.training:
+            self.ties.begin()
         if self.observer is not None:
             self.observer.begin(self)
 
@@ -121,13 +128,15 @@ class Executor:
         """Drop everything of the step, which has ended or failed."""
         if self._state is None:
             return
-        if self._state.training:
-            self.ties.finish()  # after a failure, gradients from before the step are still set aside
-        for stage in self.stages.values():
-            stage.clear()
-        if self.observer is not None:
-            self.observer.end(self)
-        self._state = None
+        try:
+            if self._state.training:
+                self.ties.finish()  # after a failure, gradients from before the step are still set aside
+            for stage in self.stages.values():
+                stage.clear()
+            if self.observer is not None:
+                self.observer.end(self)
+        finally:
+            self._state = None
 
     # Computations.
 
@@ -208,6 +217,12 @@ class Executor:
         state.backwards_left[stage] -= 1
         if state.backwards_left[stage] == 0 and stage not in self._reduced_by_plan:
             self.handlers[Op.REDUCE_GRAD](Action(stage, Op.REDUCE_GRAD), state)
+
+    def _reduce_gradients(self, action: Action, state: StepState) -> None:
+        stage = self.stages[action.stage]
+        stage.replica.reduce_gradients()
+        if self.added_losses:
+            self.added_losses.give_gradients(stage)
 
     def _overlap(self, action: Action, state: StepState) -> None:
         for part in action.parts:

@@ -1,15 +1,18 @@
 """Report a failure to all ranks, so that none waits forever.
 
 The rank that fails writes what happened into the store of its process group, and closes its connections. Whoever waits
-for it, or comes to, gets an error at once, reads the store, and does the same.
+for it, or comes to, gets an error at once, reads the store, and does the same. A rank that waits in vain asks what the
+others do: those that wait too are woken by the closed connections, and write down in which call they are.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -19,25 +22,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import LostConnectionError, StageMetadataError, StepError, StepMetadataError
+from ..errors import ClosedGroupError, LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
-from ..torch_internals import LOST_CONNECTION, abort_connections
+from ..text import listed
+from ..torch_internals import LOST_CONNECTION, abort_connections, group_timeout
 
-_KEY = "pipecut/failure"
 # Factor on every limit that only guards against hanging, for machines that are slow or busy.
 PATIENCE = float(os.environ.get("PIPECUT_PATIENCE", "1"))
 _REPORT_WAIT = 2.0 * PATIENCE  # seconds for the first failure to be written down, once a connection has broken
+_ANSWER_WAIT = 1.0 * PATIENCE  # seconds for others to write down in which call they are
+_STORE_LIMIT = 20.0 * PATIENCE  # seconds for all of that: the process that holds the store may be the one that hangs
+_POLL = 0.05
+ANY_RANK, ANY_COPY = -1, -2  # of a pipeline, and of a stage: a collective does not say which rank it waits for
 BEGIN, END = "before its first action", "after its last action"
+_ANEW = (
+    "torch.distributed.destroy_process_group(), then init_process_group() with a new store or port, new stages and a "
+    "new schedule, on every rank; or start the processes again"
+)
 
 
-def step_error(text: str, cause: Exception) -> StepError:
+def step_error(text: str, cause: BaseException) -> StepError:
     """Make the error to raise for a step that failed here or elsewhere; a StageMetadataError stays one."""
     kind = StepMetadataError if isinstance(cause, StageMetadataError) else StepError
     return kind(f"the step failed: {text}")
-
-
-class _StoreIsGoneError(Exception):
-    """The process that holds the store has ended."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +61,14 @@ class Failure:
     def __str__(self) -> str:
         return self.text or self.in_words(_plain_name)
 
-    def in_words(self, name_of: Callable[[int], str]) -> str:
-        """Return the failure in words, with names for ranks."""
+    def in_words(self, name_of: Callable[[int], str], waiting: str = "") -> str:
+        """Return the failure in words, with names for ranks; `waiting` is what is known of those that wait."""
         rank = name_of(self.rank)
         if self.lost is None:
             return f"{rank} failed {self.where}: {self.error}"
-        other = "another rank" if self.lost < 0 else name_of(self.lost)
+        other = name_of(self.lost)
         if self.waited:
-            return (
-                f"{rank} timed out waiting for {other} {self.where}: that one is busy for longer than the "
-                "process group's timeout, or did not call step(), eval() or mean_loss() as this rank did"
-            )
+            return f"{rank} timed out waiting for {other} {self.where}{waiting}"
         return (
             f"{rank} lost its connection to {other} {self.where}: the process of {other} has ended or was killed; see "
             "that process's output"
@@ -72,7 +76,7 @@ class Failure:
 
 
 def _plain_name(rank: int) -> str:
-    return f"rank {rank}"
+    return {ANY_RANK: "another rank", ANY_COPY: "a copy of its stage"}.get(rank, f"rank {rank}")
 
 
 def describe(
@@ -102,60 +106,170 @@ def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
     return found
 
 
+class _Numbers:
+    """Numbers of process groups among those of the same name: one that is made anew may have the store of the last."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[weakref.ref[dist.ProcessGroup], int]] = {}
+
+    def of(self, group: dist.ProcessGroup) -> int:
+        seen, number = self._seen.get(group.group_name, (lambda: None, 0))
+        if seen() is not group:
+            number += 1
+            self._seen[group.group_name] = (weakref.ref(group), number)
+        return number
+
+
+_numbers = _Numbers()
+_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # and the failure of each
+
+
 class FailureReports:
     """Reports of failures between the ranks of a process group and, over `copies`, those of other pipelines."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, copies: Iterable[dist.ProcessGroup] = ()
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        copies: Iterable[dist.ProcessGroup] = (),
+        timeout: timedelta = timedelta.max,
     ) -> None:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # torch.distributed is initialised
         self.groups: list[dist.ProcessGroup] = [world, *copies]
         self.device = device
-        self.stores = [group.get_group_store() for group in self.groups]
+        self.call = ""  # the one that is running
+        self.timeout = min(timeout, *(group_timeout(each, device) for each in self.groups))
+        self._keys = [f"pipecut/failure/{_numbers.of(group)}" for group in self.groups]
+        self._stores = [group.get_group_store() for group in self.groups]
+        self.rank = dist.get_rank(world)
+        failed = self._read()
+        if failed is not None:
+            for each in self.groups:
+                _closed.setdefault(each, str(failed))
+        self.check_open()
 
-    def raise_on_all(self, failure: Failure, cause: Exception) -> StepError:
+    def check_open(self) -> None:
+        """Raise if the connections of a group were closed by a failure, or the group has been destroyed."""
+        for group in self.groups:
+            if group in _closed:
+                raise ClosedGroupError(
+                    "the connections of this process group were closed when a step failed, so that no rank waits for "
+                    f"another ({_closed[group]}). Make the group anew: {_ANEW}"
+                )
+            try:
+                dist.get_backend(group)
+            except (ValueError, RuntimeError) as error:
+                raise ClosedGroupError(f"the process group of this schedule has been destroyed: {_ANEW}") from error
+
+    def raise_on_all(self, failure: Failure, cause: BaseException, note: str = "") -> StepError:
         """Report to the others, and return the error to raise here: the first failure of all, whoever had it."""
-        # In words from here on: another pipeline numbers its ranks in its own way.
-        failure = replace(failure, text=failure.in_words(self._name))
-        try:
-            first = self._first_of(failure)
-        except _StoreIsGoneError:
-            first = failure
+        first = _within(_STORE_LIMIT, lambda: self._first_of(failure), replace(failure, text=self._words(failure)))
         for group in self.groups:
             self._close_connections(group)
-        return step_error(str(first), cause)
+            _closed.setdefault(group, str(first))
+        return step_error(f"{first}{note}", cause)
+
+    def write_outcome(self, call: str, failure: Failure) -> None:
+        """Write a failure after the last action, which closes no connection, for `read_outcome` on all ranks."""
+        self._spread(call, self._words(failure))
+
+    def read_outcome(self, call: str) -> str:
+        """Return the failure of a call after the last action of some rank, and let those read it whom it is new to."""
+        for key, store in zip(self._keys, self._stores, strict=True):
+            if store.check([f"{key}/{call}"]):
+                text = str(store.get(f"{key}/{call}").decode())
+                self._spread(call, text)
+                return text
+        return "a copy of this pipeline failed after its last action; see the output of its ranks"
+
+    def _spread(self, call: str, text: str) -> None:
+        for key, store in zip(self._keys, self._stores, strict=True):
+            store.compare_set(f"{key}/{call}", "", text)
+
+    def _words(self, failure: Failure, known: str = "the process group's store does not answer") -> str:
+        # In words from here on: another pipeline numbers its ranks in its own way.
+        waiting = (
+            f" for {self.timeout.total_seconds():g} s: {known}. A rank that does not answer is busy for longer, was "
+            "stopped, or did not call step() or eval() as the others did. If it may take longer, pass a larger "
+            "timeout= to the schedule, and to init_process_group() where that of the group is shorter"
+        )
+        return failure.in_words(self._name, waiting)
 
     def _name(self, rank: int) -> str:
         """Return the name of a rank of the pipeline as the user knows it."""
+        if rank < 0:
+            copies = sorted({each for group in self.groups[1:] for each in dist.get_process_group_ranks(group)})
+            return _plain_name(rank) + (f" (ranks {listed(copies)})" if rank == ANY_COPY else "")
         everywhere = dist.get_global_rank(self.groups[0], rank)
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
     def _first_of(self, failure: Failure) -> Failure:
-        end = time.monotonic() + (_REPORT_WAIT if failure.lost is not None else 0)
-        while (first := self._read()) is None and time.monotonic() < end:
-            time.sleep(0.05)
-        self._write(failure if first is None else first)
+        self._answer()
+        first, lost, known = self._read(), failure.lost, ""
+        if first is None and lost is not None:
+            self._close_connections(self.groups[0])  # wakes those that wait too
+            if failure.waited:
+                known = self._calls_of_all()
+            else:
+                first = self._wait_for_report(lost)
+            failure = replace(failure, lost=self._culprit(lost))
+        self._write(first or replace(failure, text=self._words(failure, known)))
         return self._read() or failure
 
+    def _wait_for_report(self, lost: int) -> Failure | None:
+        """Wait for the first failure to be written down; longer by a rank that lives, or by one that knows more."""
+        start = time.monotonic()
+        while (first := self._read()) is None:
+            longer = lost < 0 or self._has_answered(lost)
+            if time.monotonic() - start > _REPORT_WAIT * (2 if longer else 1):
+                break
+            time.sleep(_POLL)
+        return first
+
+    def _culprit(self, lost: int) -> int:
+        """Return the rank that was waited for, or lost: if a collective does not say, the only one that is silent."""
+        silent = [rank for rank in range(dist.get_world_size(self.groups[0])) if not self._has_answered(rank)]
+        return silent[0] if lost == ANY_RANK and len(silent) == 1 else lost
+
+    def _answer(self) -> None:
+        self._stores[0].set(self._answer_key(self.rank), self.call or "no call")
+
+    def _has_answered(self, rank: int) -> bool:
+        return bool(self._stores[0].check([self._answer_key(rank)]))
+
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._keys[0]}/call of rank {rank}"
+
+    def _calls_of_all(self) -> str:
+        """Return in words in which calls the ranks of the pipeline are, as far as they answer."""
+        silent = list(range(dist.get_world_size(self.groups[0])))
+        answers: dict[int, str] = {}
+        end = time.monotonic() + _ANSWER_WAIT
+        while silent and time.monotonic() < end:
+            for rank in filter(self._has_answered, list(silent)):
+                answers[rank] = self._stores[0].get(self._answer_key(rank)).decode()
+                silent.remove(rank)
+            time.sleep(_POLL if silent else 0)
+        known = [f"{self._name(rank)} is in {answers[rank]}" for rank in sorted(answers)]
+        return "; ".join([*known, *(f"{self._name(rank)} does not answer" for rank in silent)])
+
     def _write(self, failure: Failure) -> None:
-        try:
-            for store in self.stores:
-                store.compare_set(_KEY, "", json.dumps(asdict(failure)))
-        except (RuntimeError, OSError) as error:
-            raise _StoreIsGoneError from error
+        for key, store in zip(self._keys, self._stores, strict=True):
+            store.compare_set(key, "", json.dumps(asdict(failure)))
 
     def _read(self) -> Failure | None:
-        try:
-            written = [store for store in self.stores if store.check([_KEY])]
-            return Failure(**json.loads(written[0].get(_KEY))) if written else None
-        except (RuntimeError, OSError) as error:
-            raise _StoreIsGoneError from error
+        for key, store in zip(self._keys, self._stores, strict=True):
+            if store.check([key]):
+                return Failure(**json.loads(store.get(key)))
+        return None
 
     def _close_connections(self, group: dist.ProcessGroup) -> None:
         """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
-        if dist.get_backend(group) != "gloo":
+        kinds = backends(group)
+        if kinds.get(self.device.type) != "gloo":
             abort_connections(group, self.device)
+        if "gloo" not in kinds.values():
             return
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
             try:
@@ -164,6 +278,59 @@ class FailureReports:
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 continue  # that is what was wanted
+
+
+class Watchdog:
+    """Thread that reports an action of a stage with copies that takes too long.
+
+    In it the copies wait for each other, in collectives of DistributedDataParallel and fully_shard, which take no
+    timeout but the group's. The report closes the connections, which ends the wait.
+    """
+
+    def __init__(self, reports: FailureReports, running: Callable[[], Action | None]) -> None:
+        self._reports = reports
+        self._running = running
+        self._seconds = reports.timeout.total_seconds()
+        self._done = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, name="pipecut watchdog", daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        last, since = None, time.monotonic()
+        while not self._done.wait(min(1.0, self._seconds / 4)):
+            action = self._running()
+            if action is not last:
+                last, since = action, time.monotonic()
+            elif action is not None and time.monotonic() - since > self._seconds:
+                error = LostConnectionError(ANY_COPY, TimeoutError("timed out"))
+                failure = describe(self._reports.rank, action, None, error)
+                self._reports.raise_on_all(replace(failure, where=f"{failure.where}, or computing there,"), error)
+                return
+
+
+def _within(seconds: float, ask: Callable[[], Failure], otherwise: Failure) -> Failure:
+    """Return what the store says, unless the process that holds it has ended, or does not answer in time."""
+    found = [otherwise]
+
+    def run() -> None:
+        try:
+            found[0] = ask()
+        except (RuntimeError, OSError):  # the store is gone
+            return
+
+    thread = threading.Thread(target=run, name="pipecut failure report", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
+
+
+def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backends of a group by the type of device that each is for."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
 # An error of a transfer has no words of the user in it: whatever is said of a connection counts.

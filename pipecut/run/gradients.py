@@ -1,19 +1,31 @@
-"""Routing of gradients between stages and to the model's inputs."""
+"""Routing of gradients between stages and to the model's inputs; gradients of losses of parameters alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import PipeError
+from ..errors import InputError, PipeError
 from ..pipe_ir import map_leaves
-from ..stage import Flight, MeshLayout, PipelineStage, describe_tensor, place_like, ready_to_send
+from ..stage import (
+    Flight,
+    MeshLayout,
+    PipelineStage,
+    describe_tensor,
+    full_tensor,
+    place_like,
+    ready_to_send,
+    unwrapped_name,
+)
+from ..text import shape_text
+from ..torch_internals import version_of
 from .mail import Mail, sendable
 from .state import StepState
+from .ties import Tie
 
 
 def graph_leaf(value: Any) -> Any:
@@ -61,6 +73,8 @@ class Gradients:
     def __init__(self, mail: Mail, users: Mapping[int, Sequence[int]]) -> None:
         self.mail = mail
         self.users = users
+        # Of DTensors that were sent back: by their stage, the one that made the value, and the place in the parcel.
+        self._placements: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
     def expect_nested(
         self, stage: int, microbatch: int, nested: NestedLeaves, flight: Flight, state: StepState
@@ -134,14 +148,33 @@ class Gradients:
         state: StepState,
     ) -> None:
         index = stage.stage_index
-        places = self.mail.contents((source, index), microbatch, state).gradient_places
+        contents = self.mail.contents((source, index), microbatch, state)
         arguments = None if stage.ports is None else stage.ports.argument_of[source]
+        layouts = [] if contents.is_plain else self.mail.gradient_layouts(index, source, microbatch, state)
         parcel = []
-        for place in places:
+        for nth, place in enumerate(contents.gradient_places):
             argument = place if arguments is None else arguments[place]
-            parcel.append(_gradient(inputs[argument], grads[argument], index, source))
+            value, grad = inputs[argument], grads[argument]
+            layout = layouts[nth] if layouts else None
+            if layout is None and not contents.is_plain:
+                layout = self._layout_of_zeros(value, (index, source, nth), grad)
+            parcel.append(_gradient(value, grad, layout, index, source))
         if parcel:
             self.mail.give_back(index, source, microbatch, parcel, state)
+
+    def _layout_of_zeros(self, value: Tensor, key: tuple[int, int, int], grad: Tensor | None) -> MeshLayout | None:
+        """Return how zeros have to lie that stand for no gradient: as gradients did in microbatches of other sizes.
+
+        The gradients of parameters lie on the mesh as those of outputs let them, and all microbatches are added up.
+        """
+        if grad is None:
+            lies = MeshLayout.of(value)
+            return None if lies is None else lies._replace(placements=self._placements.get(key, lies.placements))
+        if type(grad) is not Tensor:
+            made = MeshLayout.of(grad)
+            if made is not None:
+                self._placements.setdefault(key, made.placements)
+        return None
 
     def _keep(self, original: Any, grad: Tensor | None, state: StepState) -> None:
         """Keep the gradient of an input of the model for the end of the step."""
@@ -167,10 +200,42 @@ def give_to_inputs(states: Sequence[StepState]) -> None:
         torch.autograd.backward(tensors, grads)
 
 
-def _gradient(value: Tensor, grad: Tensor | None, stage: int, source: int) -> Tensor:
-    """Return what is sent back for an input: zeros if nothing depended on it, for the other side waits for it."""
+# Gradients of a step that fails.
+
+
+def note_gradients(parameters: Iterable[Tensor], state: StepState) -> None:
+    """Note the gradients that parameters have before a step: references, which cost no memory."""
+    grads = [(parameter, parameter.grad) for parameter in parameters]
+    state.gradients_before += [(each, grad, 0 if grad is None else version_of(grad)) for each, grad in grads]
+
+
+def restore_gradients(states: Iterable[StepState]) -> str:
+    """Give parameters the gradients from before a step that failed; say in words of which ones that is not possible.
+
+    One that was there before is added to in place. A copy of it in every step would cost as much memory as all
+    gradients.
+    """
+    changed = 0
+    for state in states:
+        for parameter, before, version in state.gradients_before:
+            parameter.grad = before
+            changed += before is not None and version_of(before) != version
+        state.gradients_before = []
+    if not changed:
+        return ""
+    return (
+        f". Gradients of earlier steps had been kept, and this one has added a part of its own to {changed} of them on "
+        "this rank: call zero_grad() before the next step"
+    )
+
+
+def _gradient(value: Tensor, grad: Tensor | None, layout: MeshLayout | None, stage: int, source: int) -> Tensor:
+    """Return what is sent back for an input: zeros if nothing depended on it, for the other side waits for it.
+
+    A DTensor goes back as it was made, a partial sum as one; those after the first one of its kind lie as that did.
+    """
     if grad is None:
-        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+        grad = torch.zeros_like(value, memory_format=torch.contiguous_format)
     if type(grad) is Tensor and type(value) is Tensor:
         return sendable(grad)
     lies, came = MeshLayout.of(value), MeshLayout.of(grad)
@@ -180,4 +245,96 @@ def _gradient(value: Tensor, grad: Tensor | None, stage: int, source: int) -> Te
             f"the value is {describe_tensor(value)}: the gradient of a DTensor is one on the same mesh, and that of a "
             "plain tensor is plain; look for a hook, or a backward, that converts it"
         )
-    return ready_to_send(grad if lies is None else place_like(lies.of_gradient, grad))
+    return ready_to_send(grad if layout is None else place_like(layout, grad))
+
+
+# Losses of parameters alone, such as a regularisation, which each stage computes from its own: in loss_fn they could
+# reach the parameters of the last stage's rank only.
+
+
+LossTerm = Callable[[Mapping[str, Tensor]], Any]
+
+
+class AddedLosses:
+    """Functions of parameters by name, each called once per step with those of each stage.
+
+    A tied parameter is among those of the first stage that holds it, and its gradient goes to all of them.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> added = AddedLosses([], ())
+    >>> added.add(lambda parameters: 0.5 * sum(each.pow(2).sum() for each in parameters.values()))
+    >>> added.give_gradients(PipelineStage(layer, 0, 1, "cpu"))
+    >>> torch.equal(layer.weight.grad, layer.weight)
+    True
+    """
+
+    def __init__(self, terms: list[LossTerm], ties: Iterable[Tie]) -> None:
+        self._terms = terms
+        self._ties = tuple(ties)
+        self._values: dict[int, Tensor] = {}  # by stage, of the last training step
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def add(self, term: LossTerm) -> None:
+        """Add a loss."""
+        if not callable(term):
+            raise InputError(
+                f"add_loss() takes a function of a dict of parameters that returns a number, got {type(term).__name__}"
+            )
+        self._terms.append(term)
+
+    def begin(self) -> None:
+        """Forget the values of the step before."""
+        self._values = {}
+
+    def total(self, stages: Iterable[int]) -> float:
+        """Return the sum of the losses of some stages in the last training step."""
+        return sum(float(self._values[stage]) for stage in stages if stage in self._values)
+
+    def give_gradients(self, stage: PipelineStage) -> None:
+        """Add the gradients of the losses to the parameters of a stage, after all that its microbatches gave."""
+        named = self._counted(stage)
+        trained = [parameter for parameter in named.values() if parameter.requires_grad]
+        with torch.enable_grad():
+            losses = [_checked(term(dict(named)), stage.stage_index) for term in self._terms]
+            total = sum(losses[1:], losses[0])
+        if total.requires_grad:
+            _add(trained, torch.autograd.grad(total, trained, allow_unused=True))
+        self._values[stage.stage_index] = full_tensor(total.detach())
+
+    def _counted(self, stage: PipelineStage) -> dict[str, Tensor]:
+        """Return the parameters of a stage by their names in the model, without those that an earlier stage counts."""
+        index = stage.stage_index
+        here = {index: stage}
+        elsewhere = {
+            id(parameter)
+            for tie in self._ties
+            if index in tie.stages and tie.stages[0] != index
+            for _, parameter in tie.held(here)
+        }
+        parameters = stage.submod.named_parameters()
+        return {unwrapped_name(name): each for name, each in parameters if id(each) not in elsewhere}
+
+
+def _checked(loss: Any, stage: int) -> Tensor:
+    if isinstance(loss, int | float):  # the sum over no parameters
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"a tensor of shape {shape_text(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"a function of add_loss() returned {got} for stage {stage}: it must return one number")
+    return loss
+
+
+@torch.no_grad()
+def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        layout = MeshLayout.of(parameter)
+        placed = gradient if layout is None else place_like(layout, gradient)
+        if parameter.grad is None:
+            parameter.grad = placed.clone()  # that of a sum has one element for all
+        else:
+            parameter.grad += placed

@@ -21,7 +21,7 @@ from ..errors import DisagreementError, InputError
 from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
 from ..stage import PipelineStage
-from ..text import numbered, tensor_text
+from ..text import numbered, structure_text, tensor_text
 from .ties import Stages, Tie
 
 _CHUNK = 1 << 20  # bytes of a tensor that are summed at a time
@@ -167,6 +167,8 @@ class Handshake:
             self._pipeline = None
         _check_same_values(ties, held)
         same_stages = {"stages of a rank and its copies": str([stage.stage_index for stage in stages])}
+        # Of a stage that was cut by hand only its copies know what it holds.
+        same_stages |= {f"stage {index} and its copies": structure_text(stage.submod) for index, stage in held.items()}
         while self._copies:
             _compare(self._copies.pop(0), {**facts, **own, **same_stages}, {})
         self.is_done = True
@@ -201,14 +203,20 @@ def _facts_of(plan: Plan, info: PipeInfo | None, ties: Sequence[Tie], options: M
         "kind of stages": "cut by hand" if info is None else "traced",
     }
     if info is not None:
-        facts["model"] = info.call.model_name
-        facts |= {
-            f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges
-        }
+        facts |= facts_of_pipe(info)
     for tie in ties:
         holders = ", ".join(f"{tie.names[stage][0]} of stage {stage}" for stage in tie.stages)
         facts[f"holders of the tied parameter {tie.title}"] = holders
     return facts | {name: str(value) for name, value in options.items()}
+
+
+def facts_of_pipe(info: PipeInfo) -> dict[str, str]:
+    """Return what has to be the same of a traced model: its layers, and the values that are sent."""
+    return {
+        "model": info.call.model_name,
+        **{f"stage {stage.index}": stage.structure for stage in info.stages},
+        **{f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges},
+    }
 
 
 def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import InputError
-from ..pipe_ir import PipeInfo, TracedCall, active_autocast, bind_inputs, flatten, sizes_of
+from ..errors import InputError, warn
+from ..pipe_ir import PipeInfo
 from ..schedule import Plan
-from ..stage import Microbatches, PipelineStage, StepSeeds, batch_dims, cut_rows, split_by_dims, split_by_specs
+from ..stage import PipelineStage, StepSeeds
+from .calls import OTHER_DIM, Calls, Recipe, cut_by_hand, cut_target, cut_traced, kind_of, size_for, untied_text
 from .connection import EVAL, STEP, Connection
-from .examples import check_given, check_known_kwargs
+from .examples import check_given, check_known_kwargs, check_traced_keywords
 from .loss import Objective, Weighing, as_integer, by_name, from_integer, warned_of_uneven_labels
 from .state import StepState
-from .targets import cut_target
-from .transport import Meta
+from .variants import NEW, Forms, first_microbatch
 
 _Specs = tuple[Any, Any, Any]  # how positional arguments, keyword arguments and the target are cut
 _STEPS_THAT_CHECK_LABELS = 8  # not more: an accelerator has to wait for the check
@@ -53,30 +52,42 @@ class InputCutter:
         objective: Objective,
         weighing: Weighing | None,
         seeds: StepSeeds | None,
+        forms: Forms,
+        *,
+        fewer: bool,
     ) -> None:
         self.info = info
         self.stages = stages
         self.seeds = seeds
+        self.forms = forms
         self.specs = specs[:2]
         self.target_spec = specs[2]
         self.connection = connection
         self.objective = objective
         self.weighing = weighing
         self.microbatches = plan.microbatches
+        self.fewer = fewer  # True: too few samples make fewer microbatches
+        self._warned_of_few = self._warned_of_untied = False
         self.first = plan.placement.rank_of[0]
         self.last = plan.placement.rank_of[plan.stages - 1]
         self._steps_that_check_labels = _STEPS_THAT_CHECK_LABELS
-        self._known: dict[Any, _Recipe] = {}
+        self._known: dict[Any, Recipe] = {}
+        self._keywords: set[str] = set()  # that were checked
 
     def make(self, given: Given) -> dict[int, StepState]:
         """Return the state in which each rank that is here begins the step."""
         if self.info is None and given.kwargs:
             check_known_kwargs(self.stages, given.kwargs)
+        elif self.info is not None and not self._keywords.issuperset(given.kwargs):
+            check_traced_keywords(self.info.call, given.kwargs)
+            self._keywords.update(given.kwargs)
         calls = self._calls(given) if self.first in self.connection.ranks else None
+        if calls is not None and given.training:
+            self._warn_of_few(calls)
         shared = self._share(given.training, calls)
         states = {}
         for rank in self.connection.ranks:
-            state = StepState(given.training, shared.samples, shared.sizes, shared.seed)
+            state = StepState(given.training, shared.samples, shared.sizes, shared.seed, shared.form)
             state.loss_kwargs, state.weights = given.loss_kwargs or {}, shared.weights
             state.keep_results, state.merge_spec = given.return_outputs, given.merge_spec
             if calls is not None and rank == self.first:
@@ -88,43 +99,88 @@ class InputCutter:
             states[rank] = state
         return states
 
-    def _calls(self, given: Given) -> _Calls:
+    def _calls(self, given: Given) -> Calls:
         """Cut the arguments, on the rank of the first stage; those like arguments seen before without a check."""
         if not given.args and not given.kwargs:
             raise InputError(
                 "step() got no input on the rank of the first stage: pass the arguments of the whole batch"
             )
-        kind = _kind_of(given.args, given.kwargs) if self.specs == (None, None) else None
+        kind = kind_of(given.args, given.kwargs) if self.specs == (None, None) else None
         recipe = None if kind is None else self._known.get(kind)
         if recipe is not None:
             return recipe.calls(given.args, given.kwargs)
         if self.info is not None:
-            calls = cut_traced(self.info.call, given.args, given.kwargs, self.microbatches, self.specs)
+            form = self._form_of(given)
+            info = self.forms.info(form)
+            assert info is not None  # a traced model
+            calls = cut_traced(info.call, given.args, given.kwargs, self.microbatches, self.specs, fewer=self.fewer)
+            calls = replace(calls, form=form)
         else:
-            calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs)
+            calls = cut_by_hand(given.args, given.kwargs, self.microbatches, self.specs, fewer=self.fewer)
             first = next(stage for stage in self.stages if stage.is_first)
             check_given(first, calls.args[0], calls.kwargs[0], calls.made.dims)
+        if calls.untied and len(calls.samples) > 1 and not self._warned_of_untied:
+            self._warned_of_untied = True
+            warn(untied_text(calls.untied, calls.samples))
         if kind is not None:
             if len(self._known) >= _KNOWN_CALLS:
                 self._known.clear()
-            self._known[kind] = _Recipe.of(calls, given.kwargs)
+            self._known[kind] = Recipe.of(calls, given.kwargs)
         return calls
 
-    def _share(self, training: bool, calls: _Calls | None) -> _Shared:
+    def _warn_of_few(self, calls: Calls) -> None:
+        """Warn once of a step that has fewer microbatches than the schedule: it is right, and slower than planned."""
+        total, count = sum(calls.samples), len(calls.samples)
+        if count == self.microbatches or self._warned_of_few:
+            return
+        self._warned_of_few = True
+        why, remedy = "", "make a schedule with fewer microbatches"
+        if calls.fixed:
+            why = f", for {calls.fixed}, and the trace holds for microbatches of exactly {calls.samples[0]}"
+            size = size_for(total, self.microbatches, fewer=self.fewer)
+            remedy += f"; or, if the model runs with {size}, call pipeline() with an example of {size}" if size else ""
+            remedy += f"; {OTHER_DIM}"
+        warn(
+            f"the batch has {total} {'sample' if total == 1 else 'samples'}, and the schedule {self.microbatches} "
+            f"microbatches: the step runs {count}, and its ranks are idle for longer{why}. "
+            f"If this is not the last batch of a data loader, pass more samples, or {remedy}"
+        )
+
+    def _form_of(self, given: Given) -> int:
+        """Return the form of a call; one that is new is traced on all ranks."""
+        form = self.forms.find(given.args, given.kwargs)
+        if form is None:
+            assert self.info is not None  # a traced model
+            call = first_microbatch(self.info.call, given.args, given.kwargs, self.microbatches, self.specs)
+            if self.connection.in_process:
+                self.forms.add(call)
+            else:
+                description = self.forms.description(call)
+                self.connection.share(STEP if given.training else EVAL, self.first, [NEW])
+                self.forms.add_on_ranks(description)
+            form = self.forms.find(given.args, given.kwargs)
+            assert form is not None  # it was traced for this call
+        return form
+
+    def _share(self, training: bool, calls: Calls | None) -> _Shared:
         """Share with all ranks the kind of the step, and a row of numbers for each microbatch."""
-        width = 2 + (1 if self.info is None else len(self.info.call.dims))
         # Every rank draws a seed, and that of the first stage is used: so their generators stay in step.
         seed = 0 if self.seeds is None else self.seeds.next(training=training)
         numbers = None
         if calls is not None:
-            numbers = [seed, int(calls.made.samples_first), int(calls.made.in_order)]
+            numbers = [calls.form, seed, int(calls.made.samples_first), int(calls.made.in_order)]
             weights = self._weights_of(calls, training)
-            bits = [_NO_WEIGHT] * self.microbatches if weights is None else list(map(as_integer, weights))
+            bits = [_NO_WEIGHT] * len(calls.samples) if weights is None else list(map(as_integer, weights))
             for samples, weight, sizes in zip(calls.samples, bits, calls.sizes, strict=True):
                 numbers += [samples, weight, *sizes]
         kind = STEP if training else EVAL
-        header = self.connection.share(kind, self.first, numbers, 3 + self.microbatches * width)
-        seed, first, in_order, *rest = header
+        header = self.connection.share(kind, self.first, numbers)
+        while header[0] == NEW:
+            self.forms.add_on_ranks(None)
+            header = self.connection.share(kind, self.first, numbers)
+        form, seed, first, in_order, *rest = header
+        info = self.forms.info(form)
+        width = 2 + (1 if info is None else len(info.call.dims))
         bits = rest[1::width]
         return _Shared(
             rest[0::width],
@@ -133,9 +189,10 @@ class InputCutter:
             bool(first),
             bool(in_order),
             seed,
+            form,
         )
 
-    def _weights_of(self, calls: _Calls, training: bool) -> list[float] | None:
+    def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
         """Return the weights that only the rank of the first stage can know, from the arguments of the model."""
         if self.info is None or (self.weighing is not None and self.weighing.source != "arguments"):
             return None
@@ -151,7 +208,7 @@ class InputCutter:
 
     def _own_kwargs(self, rank: int, kwargs: Mapping[str, Any], shared: _Shared) -> list[dict[str, Any]]:
         """Cut the keyword arguments that a module cut by hand gets on its own rank."""
-        own = cut_by_hand((), kwargs, self.microbatches, (None, self.specs[1]))
+        own = cut_by_hand((), kwargs, len(shared.samples), (None, self.specs[1]), fewer=self.fewer)
         if own.made.sizes is not None and own.samples != shared.samples:
             raise InputError(
                 f"the keyword arguments of rank {rank} have {sum(own.samples)} samples, and the batch has "
@@ -172,7 +229,7 @@ class InputCutter:
             first, in_order = shared.samples_first, shared.in_order
             state.targets = cut_target(target, state.samples, self.target_spec, samples_first=first, in_order=in_order)
         if self.weighing is not None and self.weighing.source != "arguments":
-            keywords = state.kwargs or [{}] * self.microbatches
+            keywords = state.kwargs or [{}] * len(state.samples)
             parts = state.targets if self.weighing.source == "target" else keywords
             state.weights = self.weighing.of(parts, training=state.training)
 
@@ -187,153 +244,4 @@ class _Shared:
     samples_first: bool  # True if all inputs that are cut have their samples in dim 0
     in_order: bool  # True if the microbatches hold consecutive samples
     seed: int  # of the random numbers
-
-
-# The calls of a microbatch.
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """The arguments of the microbatches of one step, on the rank of the first stage."""
-
-    made: Microbatches
-    samples: list[int]
-    sizes: list[tuple[int, ...]]  # the symbolic dims, or one number that stands for all shapes
-    roots: list[Mapping[int, Tensor]]  # the inputs of a traced model by their number
-
-    @property
-    def args(self) -> list[tuple[Any, ...]]:
-        return self.made.args
-
-    @property
-    def kwargs(self) -> list[dict[str, Any]]:
-        return self.made.kwargs
-
-
-def cut_traced(
-    call: TracedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]
-) -> _Calls:
-    """Cut the arguments of a traced model along the dim that the trace has as the batch."""
-    dims = None if specs != (None, None) else batch_dims(call)
-    if dims is None:
-        made = split_by_specs(args, kwargs, chunks, *specs)
-    else:
-        made = split_by_dims(args, kwargs, chunks, dims, call.signature)
-    roots = _bind_microbatches(call, made, args, kwargs)
-    symbols = sorted(map(str, call.dims))
-    known = [sizes_of(call.dims, root) for root in roots]
-    return _calls(made, chunks, [tuple(each[symbol] for symbol in symbols) for each in known], roots)
-
-
-def cut_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: int, specs: tuple[Any, Any]) -> _Calls:
-    """Cut the arguments of modules that were cut by hand; all shapes together get one number."""
-    made = split_by_specs(args, kwargs, chunks, *specs)
-    sizes = [(_number_of_shapes(part, named),) for part, named in zip(made.args, made.kwargs, strict=True)]
-    return _calls(made, chunks, sizes, [])
-
-
-def _calls(
-    made: Microbatches, chunks: int, sizes: Sequence[tuple[int, ...]], roots: list[Mapping[int, Tensor]]
-) -> _Calls:
-    samples = [1] * chunks if made.sizes is None else list(made.sizes)
-    return _Calls(made, samples, list(sizes), roots)
-
-
-def _number_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    leaves, _ = flatten((args, dict(kwargs)))
-    shapes = [str(Meta.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    # Under autocast the stages give other dtypes.
-    return zlib.crc32(repr((shapes, active_autocast())).encode())
-
-
-_REMEDY = (
-    "The trace holds for microbatches of the example's size: pass so large a batch; or, if the samples are in another "
-    "dim, make the schedule with args_chunk_spec or kwargs_chunk_spec: TensorChunkSpec(dim), or Replicate()"
-)
-
-
-def _bind_microbatches(
-    call: TracedCall, made: Microbatches, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Mapping[int, Tensor]]:
-    """Return the inputs of the model in each microbatch, and raise on those that do not fit the trace."""
-    bound: list[Mapping[int, Tensor]] = []
-    for nth, (part, named) in enumerate(zip(made.args, made.kwargs, strict=True)):
-        try:
-            bound.append(bind_inputs(call, part, named))
-        except InputError as error:
-            if made.sizes is None or len(made.sizes) == 1:
-                raise
-            if call.dims:  # many sizes fit: if the whole call does not, its own error says more
-                bind_inputs(call, args, kwargs)
-            raise InputError(_misfit(error, made.sizes, made.dims, nth)) from error
-    return bound
-
-
-def _misfit(error: InputError, sizes: Sequence[int], dims: Sequence[int | None], nth: int) -> str:
-    cut_dims = sorted({dim for dim in dims if dim is not None})
-    along = f"dim {cut_dims[0]}" if len(cut_dims) == 1 else "their dims"
-    return (
-        f"microbatch {nth} does not fit, with {sizes[nth]} of the {sum(sizes)} samples that the call has along "
-        f"{along}, in {len(sizes)} microbatches: {error}\n{_REMEDY}"
-    )
-
-
-# Calls seen before.
-
-_HASHED_BY_VALUE = (bool, int, float, str, type(None))
-
-
-def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the checks and the cut of a call depend on; None for calls that are looked at every time.
-
-    Those are calls with nested values, with one tensor twice, and with objects of other classes.
-    """
-    kinds: list[Any] = [len(args), active_autocast(), *kwargs]
-    tensors = set()
-    for value in (*args, *kwargs.values()):
-        if type(value) is Tensor and not value.is_nested and id(value) not in tensors:
-            tensors.add(id(value))
-            kinds.append((value.shape, value.dtype, value.layout))
-        elif type(value) in _HASHED_BY_VALUE:
-            kinds.append((type(value), value))
-        else:
-            return None
-    return tuple(kinds)
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """The way to cut calls of one kind: along the dims of their arguments, which are not nested."""
-
-    made: Microbatches  # without the arguments
-    samples: list[int]
-    sizes: list[tuple[int, ...]]
-    places: Mapping[int, int]  # from the number of a model input to the place of the argument that it is
-
-    @classmethod
-    def of(cls, calls: _Calls, kwargs: Mapping[str, Any]) -> _Recipe:
-        """Take the recipe from a call that was checked and cut."""
-        parts = [*calls.args[0], *(calls.kwargs[0][name] for name in kwargs)]
-        place_of = {id(part): place for place, part in enumerate(parts)}
-        places = {number: place_of[id(part)] for number, part in calls.roots[0].items()} if calls.roots else {}
-        return cls(replace(calls.made, args=[], kwargs=[]), calls.samples, calls.sizes, places)
-
-    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Calls:
-        """Cut another call of the kind."""
-        chunks, sizes = len(self.samples), self.made.sizes
-        columns = [
-            [value] * chunks if dim is None or sizes is None else cut_rows(value, dim, sizes)
-            for value, dim in zip((*args, *kwargs.values()), self.made.dims, strict=True)
-        ]
-        rows = list(zip(*columns, strict=True))
-        made = Microbatches(
-            [row[: len(args)] for row in rows],
-            [dict(zip(kwargs, row[len(args) :], strict=True)) for row in rows],
-            sizes,
-            self.made.dims,
-            self.made.in_order,
-        )
-        roots: list[Mapping[int, Tensor]] = [
-            {number: row[place] for number, place in self.places.items()} for row in rows if self.places
-        ]
-        return _Calls(made, self.samples, self.sizes, roots)
+    form: int  # of the call

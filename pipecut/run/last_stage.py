@@ -88,7 +88,7 @@ class LastStage:
         self._mergeable = kind
 
 
-def merged(state: StepState, losses: Losses, *, scaled: bool) -> Any:
+def merged(state: StepState, losses: Losses, total: float, *, scaled: bool) -> Any:
     """Return the output of the batch; the loss in it is that of the batch."""
     numbers = sorted(state.results)
     results = [state.results[number] for number in numbers]
@@ -104,7 +104,7 @@ def merged(state: StepState, losses: Losses, *, scaled: bool) -> Any:
         return output
     leaves, structure = flatten(output)
     first = losses.in_order()[0]
-    leaves[state.loss_place] = torch.full_like(first, losses.total(scaled=False))
+    leaves[state.loss_place] = torch.full_like(first, total)
     return unflatten(structure, leaves)
 
 

@@ -43,6 +43,16 @@ class Objective:
     loss_fn: Callable[..., Tensor] | None = None
     _known_places: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        given: Any = self.loss_fn
+        if isinstance(given, type) and issubclass(given, nn.Module):
+            raise InputError(f"loss_fn is the class {given.__name__}: pass a loss of it, loss_fn={given.__name__}()")
+        if given is not None and not callable(given):
+            raise InputError(
+                f"loss_fn must be a function of (output, target), or of the output only; got {given!r} "
+                f"({type(given).__name__}). A model with a loss of its own needs none: leave it out"
+            )
+
     @property
     def is_own(self) -> bool:
         """True if the model makes its own loss."""
@@ -281,9 +291,6 @@ def from_integer(bits: int) -> float:
 # The losses of a step.
 
 
-NUMBERS = 2  # how many integers describe the mean: the count of losses, and the bits of their mean
-
-
 @dataclass(frozen=True)
 class Losses:
     """The losses of the last step by microbatch, none on ranks without the last stage; and the weights of all."""
@@ -295,37 +302,53 @@ class Losses:
         """Return the losses of microbatch 0, 1, 2..."""
         return [self.of[number] for number in sorted(self.of)]
 
-    def total(self, scaled: bool) -> float:
+    def counted(self, scaled: bool) -> dict[int, float]:
+        """Return the losses by microbatch, read at once; one without weight may be the mean of nothing."""
+        numbers = [number for number in sorted(self.of) if self.weights[number] or not scaled]
+        values = torch.stack([self.of[number] for number in numbers]).tolist() if numbers else []
+        return dict(zip(numbers, values, strict=True))
+
+    def total(self, scaled: bool, counted: Mapping[int, float]) -> float:
         """Return the loss of the whole batch: the mean by weight, or the sum of losses that are not scaled."""
         whole = sum(self.weights)
-        # One without weight may be the mean of nothing.
-        counted = {number: loss.item() for number, loss in self.of.items() if self.weights[number] or not scaled}
         return sum(loss * (self.weights[number] / whole if scaled else 1.0) for number, loss in counted.items())
 
-    def as_numbers(self, scaled: bool) -> list[int]:
-        """Return integers for `mean_from` on other ranks."""
-        return [len(self.of), as_integer(self.total(scaled))]
 
-    def check_no_nan(self, scaled: bool) -> None:
-        """Raise on a NaN: the gradients of such a loss are of no use."""
-        losses = self.in_order()
-        if losses and bool(torch.stack([loss.float() for loss in losses]).isnan().any()):
-            counted = [number for number in sorted(self.of) if self.weights[number] or not scaled]
-            numbers = [number for number in counted if bool(self.of[number].isnan())]
-            if numbers:
-                raise PipeError(
-                    f"the loss is NaN for microbatches {numbers}: the gradients of this step are of no use. Pass "
-                    "check_loss=False to the schedule if something else, such as a gradient scaler, looks after that"
-                )
+def check_no_nan(losses: Mapping[int, float]) -> None:
+    """Raise on a NaN: the gradients of such a loss are of no use."""
+    numbers = [number for number, loss in losses.items() if math.isnan(loss)]
+    if numbers:
+        raise PipeError(
+            f"the loss is NaN for microbatches {numbers}: the gradients of this step are of no use. Pass "
+            "check_loss=False to the schedule if something else, such as a gradient scaler, looks after that"
+        )
 
 
-def mean_from(numbers: Sequence[int]) -> float:
-    """Return the loss of the whole batch, from the numbers of the rank of the last stage.
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a step as a rank knows it: numbers that are averaged over copies of a stage, and added over stages.
 
-    >>> mean_from(Losses({0: torch.tensor(1.0), 1: torch.tensor(4.0)}, weights=[2, 1]).as_numbers(scaled=True))
-    2.0
+    >>> last, first = BatchLoss(1, 2.5, added=0.25), BatchLoss(added=0.5)
+    >>> BatchLoss.of([one + other for one, other in zip(last.numbers, first.numbers)]).mean()
+    3.25
     """
-    count, bits = numbers
-    if not count:
-        raise InputError("there is no loss yet: call step(), or eval() with a target or labels, before mean_loss()")
-    return from_integer(bits)
+
+    count: float = 0.0  # 1 on the rank of the last stage, if there is a loss
+    total: float = 0.0
+    added: float = 0.0  # of parameters alone
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> BatchLoss:
+        """Return the loss that these numbers stand for."""
+        return cls(*numbers)
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers to be averaged and added."""
+        return [self.count, self.total, self.added]
+
+    def mean(self) -> float:
+        """Return the loss of the batch; of copies of a pipeline the mean, as their gradients are averaged."""
+        if not self.count:
+            raise InputError("there is no loss yet: call step(), or eval() with a target or labels, before mean_loss()")
+        return self.total / self.count + self.added

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import PipeError
 from ..schedule import Action, Op, Plan
 from ..stage import Flight, MeshLayout, PipelineStage, local_part, placement_of, ready_to_send
-from .parcels import Contents, Ends, Kind, Parcels, WholeTensors, joints_of
+from .parcels import Contents, Ends, Kind, Parcels, WholeTensors, joints_of, receive_numbers, send_numbers
 from .random_numbers import RandomNumbers
 from .state import Key, StepState
 from .transport import Arrival, Meta, Ready, Transport
@@ -49,6 +49,8 @@ class Mail:
         return known if known is not None else self._first_contents(ends, microbatch, state)
 
     def _first_contents(self, ends: Ends, microbatch: int, state: StepState) -> Contents:
+        if ends in self.parcels.from_data.dims:
+            return state.measured[ends, microbatch]
         kind = Kind(ends, state.sizes[microbatch], state.training)
         metas = self.parcels.metas(kind)
         assert metas is not None  # a parcel is described before it comes
@@ -100,6 +102,8 @@ class Mail:
         if self.parcels.are_learnt:
             kind = Kind(ends, state.sizes[microbatch], state.training)
             self.parcels.send_description_if_new(kind, self.transport, self.rank_of[target], parcel)
+        if ends in self.parcels.from_data.dims:
+            self._measure(key, parcel, state)
         contents = self.contents(ends, microbatch, state)
         training = state.training
         for place, (tensor, meta) in enumerate(zip(parcel, contents.metas, strict=True)):
@@ -112,6 +116,20 @@ class Mail:
             if not (asked_for and alike and placement_of(MeshLayout.of(tensor)) == placement_of(meta.on_mesh)):
                 self._raise_mismatch(ends, place, tensor, meta)
         return contents
+
+    def _measure(self, key: Key, parcel: Sequence[Tensor], state: StepState) -> None:
+        """Note the sizes of a parcel that depend on the data, and send them ahead if it goes to another rank."""
+        source, target, microbatch = key
+        sizes = self.parcels.from_data.in_parcel((source, target), parcel)
+        self._note_sizes((source, target), microbatch, sizes, state)
+        if self.rank_of[target] != self.transport.rank:
+            send_numbers(self.transport, self.rank_of[target], sizes, parcel[0].device)
+
+    def _note_sizes(self, ends: Ends, microbatch: int, sizes: Sequence[int], state: StepState) -> None:
+        kind = Kind(ends, state.sizes[microbatch], state.training)
+        metas = self.parcels.metas(kind)
+        assert metas is not None  # of a traced model
+        state.measured[ends, microbatch] = self.parcels.from_data.contents(ends, metas, sizes)
 
     def _raise_mismatch(self, ends: Ends, place: int, tensor: Tensor, meta: Meta) -> None:
         (source, target), got = ends, Meta.of(tensor)
@@ -155,9 +173,18 @@ class Mail:
         source, microbatch = action.other_stage, action.microbatch
         assert microbatch is not None  # a proven plan
         parcel = state.outgoing.pop((action.stage, source, microbatch), None)
-        if parcel:
-            is_plain = self.contents((source, action.stage), microbatch, state).is_plain
-            self.transport.send(self.rank_of[source], parcel if is_plain else [local_part(grad) for grad in parcel])
+        if not parcel:
+            return
+        if not self.contents((source, action.stage), microbatch, state).is_plain:
+            kind = Kind((action.stage, source), state.sizes[microbatch], True)
+            self.parcels.send_description_if_new(kind, self.transport, self.rank_of[source], parcel)
+            parcel = [local_part(grad) for grad in parcel]
+        self.transport.send(self.rank_of[source], parcel)
+
+    def gradient_layouts(self, stage: int, source: int, microbatch: int, state: StepState) -> list[MeshLayout | None]:
+        """Return how the gradients that a stage sends back have to lie; nothing if they may lie as they come."""
+        metas = self.parcels.metas(Kind((stage, source), state.sizes[microbatch], True))
+        return [] if metas is None else [meta.on_mesh for meta in metas]
 
     # Receives.
 
@@ -174,8 +201,11 @@ class Mail:
         ends = (other, action.stage) if forward else (action.stage, other)
         if forward and self.parcels.are_learnt:
             self.parcels.learn(Kind(ends, state.sizes[microbatch], state.training), self.transport, peer)
+        if forward and ends in self.parcels.from_data.dims:
+            sizes = receive_numbers(self.transport, peer, len(self.parcels.from_data.dims[ends]))
+            self._note_sizes(ends, microbatch, sizes, state)
         contents = self.contents(ends, microbatch, state)
-        wanted = contents.metas if forward else contents.gradient_metas
+        wanted = contents.metas if forward else self._gradient_metas(ends, contents, microbatch, state)
         if forward and self.random_numbers.travel:
             wanted += self.random_numbers.expected(*ends)
         if not wanted and not forward:
@@ -186,12 +216,29 @@ class Mail:
             arrival = WholeTensors(arrival, joints) if joints else arrival
         waiting[key] = arrival
 
+    def _gradient_metas(self, ends: Ends, contents: Contents, microbatch: int, state: StepState) -> tuple[Meta, ...]:
+        """Return what comes back for a parcel. Where there are DTensors, the first time the sender tells."""
+        if contents.is_plain or not contents.gradient_places:
+            return contents.gradient_metas
+        kind = Kind((ends[1], ends[0]), state.sizes[microbatch], True)
+        self.parcels.learn(kind, self.transport, self.rank_of[ends[1]])
+        metas = self.parcels.metas(kind)
+        assert metas is not None  # just told
+        return metas
+
     def size_of(self, action: Action, state: StepState) -> int | None:
         """Return the bytes that will arrive, if that is known."""
         assert action.microbatch is not None  # a proven plan
         other, sizes = action.other_stage, state.sizes[action.microbatch]
         ends = (other, action.stage) if action.op is Op.RECV_F else (action.stage, other)
         known = self._contents.get((ends, sizes, state.training))
+        if known is not None and not known.is_plain and action.op is Op.RECV_B:
+            told = self.parcels.metas(Kind((ends[1], ends[0]), sizes, True))
+            return None if told is None else sum(meta.bytes for meta in told)
+        if known is None:
+            known = state.measured.get((ends, action.microbatch))
+        if known is None and ends in self.parcels.from_data.dims:
+            return None
         if known is None:
             metas = self.parcels.metas(Kind(ends, sizes, state.training))
             return None if metas is None else Contents.of(metas).bytes

@@ -34,18 +34,24 @@ def send_description(
     numbers += [0] * (_LENGTH - len(numbers))
     for message in (numbers[:_LENGTH], numbers[_LENGTH:]):
         if message:
-            transport.send(peer, [torch.tensor(message, dtype=torch.int64, device=device)])
+            send_numbers(transport, peer, message, device)
 
 
 def receive_description(transport: Transport, peer: int) -> tuple[Meta, ...]:
     """Receive the description of a parcel from another rank."""
-    count, *numbers = _received(transport, peer, _LENGTH)
+    count, *numbers = receive_numbers(transport, peer, _LENGTH)
     if count > len(numbers):
-        numbers += _received(transport, peer, count - len(numbers))
+        numbers += receive_numbers(transport, peer, count - len(numbers))
     return _read(numbers)
 
 
-def _received(transport: Transport, peer: int, length: int) -> list[int]:
+def send_numbers(transport: Transport, peer: int, numbers: Sequence[int], device: torch.device | None) -> None:
+    """Send numbers to another rank, which knows how many there are."""
+    transport.send(peer, [torch.tensor(numbers, dtype=torch.int64, device=device)])
+
+
+def receive_numbers(transport: Transport, peer: int, length: int) -> list[int]:
+    """Receive numbers from another rank."""
     (numbers,) = transport.receive(peer, [Meta((length,), torch.int64, False)]).wait()
     return numbers.tolist()
 
@@ -100,7 +106,7 @@ class Contents:
 
     metas: tuple[Meta, ...]
     gradient_places: tuple[int, ...]
-    gradient_metas: tuple[Meta, ...]
+    gradient_metas: tuple[Meta, ...]  # if it is plain; that of a DTensor may be placed in another way than the value
     bytes: int
     is_plain: bool  # False if there is a DTensor
 
@@ -108,13 +114,48 @@ class Contents:
     def of(cls, metas: tuple[Meta, ...]) -> Contents:
         """Make it from the metas of all values."""
         places = tuple(place for place, meta in enumerate(metas) if meta.requires_grad)
-        gradients = tuple(metas[place].of_gradient for place in places)
+        gradients = tuple(metas[place] for place in places)
         is_plain = all(meta.on_mesh is None for meta in metas)
         return cls(metas, places, gradients, sum(meta.bytes for meta in metas), is_plain)
 
 
+@dataclass(frozen=True)
+class _SizesFromData:
+    """The parcels with sizes that depend on the data; a message with these goes before each of them.
+
+    `dims` has the place of each such value in its parcel, and the dim.
+    """
+
+    dims: Mapping[Ends, tuple[tuple[int, int], ...]]
+
+    @classmethod
+    def find(cls, items: Mapping[Ends, Sequence[Item]], symbols: Sequence[str]) -> _SizesFromData:
+        """Find the dims that do not follow from the symbolic dims of a microbatch."""
+        found = {
+            ends: tuple(
+                (place, dim)
+                for place, item in enumerate(parcel)
+                for dim, size in enumerate(item.spec.shape)
+                if not isinstance(size, int) and not {str(symbol) for symbol in size.free_symbols} <= set(symbols)
+            )
+            for ends, parcel in items.items()
+        }
+        return cls({ends: dims for ends, dims in found.items() if dims})
+
+    def in_parcel(self, ends: Ends, parcel: Sequence[Tensor]) -> list[int]:
+        """Return these sizes of a parcel; 0 for a dim that a value does not have."""
+        return [parcel[place].shape[dim] if dim < parcel[place].dim() else 0 for place, dim in self.dims[ends]]
+
+    def contents(self, ends: Ends, metas: Sequence[Meta], sizes: Sequence[int]) -> Contents:
+        """Return what is in a parcel with these sizes."""
+        shapes = [list(meta.shape) for meta in metas]
+        for (place, dim), size in zip(self.dims[ends], sizes, strict=True):
+            shapes[place][dim] = size
+        return Contents.of(tuple(meta._replace(shape=tuple(each)) for meta, each in zip(metas, shapes, strict=True)))
+
+
 class TracedParcels:
-    """Parcels of a traced model: their shapes follow from the symbolic dims of a microbatch."""
+    """Parcels of a traced model: their shapes follow from the symbolic dims of a microbatch, or are `from_data`."""
 
     are_learnt = False
 
@@ -122,14 +163,17 @@ class TracedParcels:
         self.symbols = sorted(str(symbol) for symbol in info.call.dims)
         self.items = items
         self.autocast = info.call.autocast
+        self.from_data = _SizesFromData.find(items, self.symbols)
         self._bound: dict[tuple[Ends, tuple[int, ...]], tuple[Meta, ...]] = {}
 
     def metas(self, kind: Kind) -> tuple[Meta, ...]:
-        """Return the metas of the values in a parcel."""
+        """Return the metas of the values in a parcel; a size that depends on the data is 0."""
         key = (kind.ends, kind.sizes)
         if key not in self._bound:
             by_name = dict(zip(self.symbols, kind.sizes, strict=True))
-            self._bound[key] = tuple(_meta(item.spec.bind(by_name)) for item in self.items.get(kind.ends, ()))
+            items = self.items.get(kind.ends, ())
+            from_data = {str(symbol): 0 for item in items for symbol in item.spec.symbols}
+            self._bound[key] = tuple(_meta(item.spec.bind({**from_data, **by_name})) for item in items)
         return self._bound[key]
 
     def names(self, ends: Ends) -> list[str]:
@@ -169,9 +213,13 @@ def _meta(spec: TensorSpec) -> Meta:
 
 
 class LearntParcels:
-    """Parcels of modules that were cut by hand: the first one of its kind goes with a description."""
+    """Parcels of modules that were cut by hand: the first one of its kind goes with a description.
+
+    So does the first one of gradients of DTensors, from the user of a value to its maker.
+    """
 
     are_learnt = True
+    from_data = _SizesFromData({})  # none: what a module makes of equal shapes has equal shapes
 
     def __init__(self) -> None:
         self._known: dict[Kind, tuple[Meta, ...]] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow
 from ..stage import Generators, PipelineStage, RandomStream, derive_seed
 from ..text import did_you_mean
@@ -95,8 +96,10 @@ KINDS: Mapping[str, type[RandomNumbers]] = {
 }
 
 
-def checked_kind(kind: str) -> str:
-    """Validate the option `random_numbers` of a schedule."""
+def checked_kind(kind: str | None, info: PipeInfo | None) -> str:
+    """Validate the option `random_numbers` of a schedule; by default, the cut makes no difference to a traced model."""
+    if kind is None:
+        return "as_uncut" if info is not None and info.is_random else "per_stage"
     if kind not in KINDS:
         known = ", ".join(map(repr, KINDS))
         raise InputError(f"random_numbers={kind!r} is not known: it is one of {known}.{did_you_mean(str(kind), KINDS)}")

@@ -7,19 +7,20 @@ last rank informs the others whether there was a loss; and then all run the rest
 
 from __future__ import annotations
 
+import contextlib
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from ..errors import PipeWarning, StepError
+from ..errors import StepError, warn
 from ..schedule import RECEIVES, Action, Op, Plan, Span, Walk
 from ..torch_internals import profiler_is_on
 from .executor import Executor, Handler, finish_together
-from .failure import BEGIN, END, Failure, FailureReports, describe, step_error
+from .failure import BEGIN, END, Failure, FailureReports, Watchdog, describe, step_error
+from .gradients import restore_gradients
 from .loss import HOW_TO_GET_A_LOSS, Objective
 from .state import StepState
 from .transport import Meta
@@ -36,8 +37,10 @@ _Placed = tuple[int, Action]  # a rank, and an action of it
 class Runner(Protocol):
     """Runs one step."""
 
+    executors: Sequence[Executor]
     spans: list[Span]
     tracing: bool
+    probe: _LossProbe | None
 
     def run(self, states: Mapping[int, StepState]) -> None:
         """Run all actions, on the state of each rank that is here."""
@@ -61,6 +64,7 @@ class RankRunner:
 
     def __init__(self, executor: Executor, plan: Plan, failure_reports: FailureReports | None) -> None:
         self.executor = executor
+        self.executors: Sequence[Executor] = [executor]
         self.failure_reports = failure_reports
         self.rank = executor.transport.rank
         self.row = [action for action in plan.actions[self.rank] if action is not None]
@@ -75,16 +79,28 @@ class RankRunner:
         self._action = None
         where = BEGIN
         try:
-            executor.begin(state)
+            executor.prepare(state)
+            executor.begin()
             where = END
-            self._do(self._rest_after_probe(state) if state.training_undecided else self.row, state)
+            with self._watched():
+                self._do(self._rest_after_probe(state) if state.training_undecided else self.row, state)
             finish_together([executor])
             executor.transport.finish()
-        except Exception as error:
-            raise self._failed(self._action, error, where, state) from error
+            executor.end()
+        except BaseException as error:
+            raised = self._failed(error, where, state)
+            if not isinstance(error, Exception):
+                raise  # the others hear of it; here a KeyboardInterrupt stays one
+            raise raised from error
         finally:
             self._action = None
-            executor.end()
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which actions run: with copies of a stage there are waits without a timeout."""
+        reports = self.failure_reports
+        if reports is None or len(reports.groups) == 1:
+            return contextlib.nullcontext()
+        return Watchdog(reports, lambda: self._action)
 
     def _rest_after_probe(self, state: StepState) -> list[Action]:
         """Run the loss probe, find out whether the step trains, and return the actions that are left."""
@@ -114,11 +130,20 @@ class RankRunner:
                 handler(action, state)
         self._action = None
 
-    def _failed(self, action: Action | None, error: Exception, where: str, state: StepState) -> StepError:
-        failure = _failure_of(self.executor, action, error, where, state)
+    def _failed(self, error: BaseException, where: str, state: StepState) -> StepError:
+        failure = _failure_of(self.executor, self._action, error, where, state)
+        _drop([self.executor])
+        note = restore_gradients([state])
         if self.failure_reports is None:
-            return step_error(str(failure), error)
-        return self.failure_reports.raise_on_all(failure, error)
+            return step_error(f"{failure}{note}", error)
+        return self.failure_reports.raise_on_all(failure, error, note)
+
+
+def _drop(executors: Sequence[Executor]) -> None:
+    """Drop everything of a step that failed, whatever else goes wrong with it: the first error is the one to tell."""
+    for executor in executors:
+        with contextlib.suppress(Exception):
+            executor.end()
 
 
 class _PostedAhead:
@@ -162,7 +187,9 @@ class _PostedAhead:
         self.passed += 1
 
 
-def _failure_of(executor: Executor, action: Action | None, error: Exception, where: str, state: StepState) -> Failure:
+def _failure_of(
+    executor: Executor, action: Action | None, error: BaseException, where: str, state: StepState
+) -> Failure:
     """Describe what went wrong, and where: of an overlap, in which part."""
     place = state.part or action
     stage = None if place is None else executor.stages.get(place.stage)
@@ -190,26 +217,30 @@ class LocalRunner:
     def run(self, states: Mapping[int, StepState]) -> None:
         self.spans = []
         self._place = (0, None)
+        has_begun = False
         try:
             for rank, executor in enumerate(self.executors):
-                executor.begin(states[rank])
-            self._run_actions(states)
-        finally:
-            self._place = (0, None)
+                executor.prepare(states[rank])
             for executor in self.executors:
-                executor.end()
-                executor.transport.clear()
-
-    def _run_actions(self, states: Mapping[int, StepState]) -> None:
-        try:
+                executor.begin()
+            has_begun = True
             self._do(self._rest_after_probe(states) if states[0].training_undecided else self.order, states)
             finish_together(self.executors)
             for executor in self.executors:
                 executor.transport.finish()
-        except Exception as error:
+                executor.end()
+        except BaseException as error:
             rank, action = self._place
             failure = _failure_of(self.executors[rank], action, error, END, states[rank])
-            raise step_error(str(failure), error) from error
+            _drop(self.executors)
+            note = restore_gradients(states.values())
+            if not has_begun or not isinstance(error, Exception):
+                raise
+            raise step_error(f"{failure}{note}", error) from error
+        finally:
+            self._place = (0, None)
+            for executor in self.executors:
+                executor.transport.clear()
 
     def _rest_after_probe(self, states: Mapping[int, StepState]) -> list[_Placed]:
         """Run the loss probe, find out whether the step trains, and return the actions that are left."""
@@ -297,9 +328,9 @@ class LossProbing:
         """The fact that the rank of the last stage reports."""
         return {_LOSS: _OWN if self._objective.is_own else _GIVEN}
 
-    def is_needed(self, plan: Plan, reported: Mapping[str, str]) -> bool:
+    def is_needed(self, runner: Runner, reported: Mapping[str, str]) -> bool:
         """Return True if the next step trains only if there is a loss, by the facts that the ranks reported."""
-        return reported.get(_LOSS) == _OWN and not self._has_trained and loss_probe_of(plan) is not None
+        return reported.get(_LOSS) == _OWN and not self._has_trained and runner.probe is not None
 
     def run(self, runner: Runner, states: Mapping[int, StepState]) -> bool:
         """Run such a step, and return True if it trained."""
@@ -309,11 +340,9 @@ class LossProbing:
         self._has_trained = all(state.training for state in states.values())
         if not self._has_trained:
             # A user who forgot the loss must not believe that the model is trained.
-            warnings.warn(
+            warn(
                 "step() has run forwards only, and no gradients were computed: there is neither a loss_fn nor a "
                 "target, and the output of the model holds no loss (were the labels passed?). To evaluate, call "
-                f"eval(); to train, {HOW_TO_GET_A_LOSS}",
-                PipeWarning,
-                stacklevel=4,  # the user's call of step()
+                f"eval(); to train, {HOW_TO_GET_A_LOSS}"
             )
         return self._has_trained

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, LossesError
 from ..pipe_ir import PipeInfo
-from ..schedule import Action, Dataflow, Op, Plan, Timeline, add_reduce_ties
-from ..stage import Item, PipelineStage, StepSeeds
-from .connection import MEAN_LOSS, Connection, checked
-from .executor import CustomFunction, Executor, Observer, checked_op, install
+from ..schedule import Op, Plan, Timeline
+from ..stage import PipelineStage, StepSeeds
+from ..text import counted, numbered
+from .assembly import Assembly, dataflow_of, first_part, forward_part
+from .connection import EVAL, STEP, Connection, checked
+from .examples import check_options
+from .executor import CustomFunction, Observer, checked_op
 from .failure import END
+from .gradients import AddedLosses, LossTerm, restore_gradients
 from .inputs import Given, InputCutter
+from .isolation import Isolation
 from .last_stage import merged
-from .loss import NUMBERS, Losses, LossWeight, Objective, mean_from, weighing_of
-from .parcels import LearntParcels, Parcels, TracedParcels
-from .random_numbers import KINDS, checked_kind, with_states
-from .runner import LocalRunner, LossProbing, RankRunner, Runner
-from .ties import DistributedTies, LocalTies, Tie, TiedGradients, declared_ties, ties_of_pipe, with_ties
-from .transport import Transport, TransportFactory
+from .loss import BatchLoss, Losses, LossWeight, Objective, check_no_nan, weighing_of
+from .random_numbers import checked_kind, with_states
+from .runner import LossProbing, Runner
+from .state import StepState
+from .ties import declared_ties, ties_of_pipe, with_ties
+from .transport import TransportFactory
+from .variants import Forms
+
+_ScheduleT = TypeVar("_ScheduleT", bound="PipelineSchedule")
 
 
 class PipelineSchedule:
@@ -47,7 +57,9 @@ class PipelineSchedule:
     - `args_chunk_spec`, `kwargs_chunk_spec` and `target_chunk_spec` say in which dim the samples are, if not the first;
       `output_merge_spec` says how outputs are merged.
     - `check_loss`: raise an error for a loss that is NaN.
-    - `timeout`: seconds to wait for other ranks before the first step.
+    - `timeout`: seconds to wait for another rank, in every wait of every step, each counted from where it begins; the
+      process group's own timeout holds too, if it is shorter. Ten minutes by default, for a rank may compile in its
+      first step: then all others wait for it. Waits of a `transport` of your own are up to that.
     - `ties`: parameters that modules cut by hand share, each a dict from stage to the name of the parameter there.
     - `transport` is a function of a rank and the number of ranks that makes the way between ranks, if it should not be
       torch.distributed: see `pipecut.run.Transport`.
@@ -76,7 +88,9 @@ class PipelineSchedule:
     >>> torch.allclose(output["loss"], model(**batch)["loss"])
     True
 
-    `random_numbers` says what dropout and the like draw from, in forwards and in the loss:
+    `random_numbers` says what dropout and the like draw from, in forwards and in the loss. By default it is "as_uncut"
+    for a traced model that draws random numbers, so that the same seed gives the same losses however it is cut, and
+    "per_stage" for others:
 
     - "per_stage": each stage has a stream of its own for each microbatch of each step. They follow from a seed that
       every rank takes from torch's default generator when a step begins, and of which that of the first stage's rank
@@ -90,6 +104,13 @@ class PipelineSchedule:
     Whatever it says, backwards draw from the default generators; a checkpoint that runs again draws what it drew.
     """
 
+    _runs_fewer_microbatches = True  # with fewer samples than microbatches
+
+    def __new__(cls: type[_ScheduleT], *args: Any, **kwargs: Any) -> _ScheduleT:
+        """Check the keywords first: a misspelt one would be told as another one that is missing."""
+        check_options(cls, kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
         stages: Sequence[PipelineStage],
@@ -100,8 +121,8 @@ class PipelineSchedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         check_loss: bool = True,
-        timeout: float = 120.0,
-        random_numbers: str = "per_stage",
+        timeout: float = 600.0,
+        random_numbers: str | None = None,
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
@@ -111,9 +132,12 @@ class PipelineSchedule:
         self.n_microbatches = plan.microbatches
         self.scale_grads = scale_grads
         self.check_loss = check_loss
-        self.random_numbers = checked_kind(random_numbers)
+        self.random_numbers = checked_kind(random_numbers, None)
+        self._given_random_numbers = random_numbers
         self._given_ties = ties
         self._transport = transport
+        if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise InputError(f"timeout must be a number of seconds above 0, got {timeout!r}")
         self._timeout = timedelta(seconds=timeout)
         self._merge_spec = output_merge_spec
         self._specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
@@ -121,11 +145,13 @@ class PipelineSchedule:
         self._probing = LossProbing(self._objective)
         self._loss_weight = loss_weight
         self._seeds = None if random_numbers == "per_process" else StepSeeds()
-        self._runners: dict[tuple[bool, bool], Runner] = {}  # by training and scale_grads, which may be set
+        # By training, the number of microbatches, and scale_grads, which may be set.
+        self._runners: dict[tuple[bool, int, bool, int], Runner] = {}
         self._last_runner: Runner | None = None
         self._custom: dict[Op, CustomFunction] = {}
+        self._loss_terms: list[LossTerm] = []
         self._observer: Observer | None = None
-        self._losses = Losses()
+        self._batch_loss = BatchLoss()
         self.tracing = False  # True: note the times of actions, for trace()
         self._use(plan)
 
@@ -135,17 +161,28 @@ class PipelineSchedule:
 
     def _use(self, plan: Plan) -> None:
         """Get ready to run a plan: the first one, or another than before."""
-        self.info: PipeInfo | None = self.stages[0].pipe_info
         for stage in self.stages:
+            stage.use_variant(0)
             stage.find_wrappers()
+        self.info: PipeInfo | None = self.stages[0].pipe_info
+        self.random_numbers = checked_kind(self._given_random_numbers, self.info)
         declared = declared_ties(self._given_ties, self.stages)
         self.ties = declared if self.info is None else ties_of_pipe(self.info)
-        dataflow = with_ties(plan.dataflow, declared) if self.info is None else _dataflow_of(self.info)
+        dataflow = with_ties(plan.dataflow, declared) if self.info is None else dataflow_of(self.info)
         self.plan = plan.with_dataflow(with_states(dataflow, self.random_numbers)).validate()
         self._connection = Connection(self.stages, self.plan, self._timeout, self._transport)
         self.in_process = self._connection.in_process
+        self._added_losses = AddedLosses(self._loss_terms, self.ties)
+        self._isolation = Isolation(self.stages, self._objective.loss_fn, in_process=self.in_process)
         self._weighing = weighing_of(self._loss_weight, self._objective, self.info, self.scale_grads)
-        self._cutter = InputCutter(
+        self._forms = Forms(self.info, self.stages, self._connection)
+        self._cutter = self._make_cutter()
+        self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
+        self._runners = {}
+        self._last_runner = None
+
+    def _make_cutter(self, kind: type[InputCutter] = InputCutter) -> InputCutter:
+        return kind(
             self.plan,
             self.info,
             self.stages,
@@ -154,10 +191,9 @@ class PipelineSchedule:
             self._objective,
             self._weighing,
             self._seeds,
+            self._forms,
+            fewer=self._runs_fewer_microbatches,
         )
-        self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
-        self._runners = {}
-        self._last_runner = None
 
     def step(
         self,
@@ -172,7 +208,7 @@ class PipelineSchedule:
 
         Returns the output for the whole batch on the rank of the last stage, None elsewhere. Keywords go to the model;
         modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
-        forward-only plan it is the same as `eval`.
+        forward-only plan it is the same as `eval`. With fewer samples than microbatches it runs fewer, and warns once.
         """
         return self._run(
             Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses)
@@ -189,9 +225,17 @@ class PipelineSchedule:
     ) -> Any:
         """Run forwards only, without gradients; losses are made if there is a target, or labels.
 
+        The batch may have any number of samples; with fewer than there are microbatches it runs fewer of them.
         The mode of the modules is up to you: call `stage.submod.eval()` before.
         """
         return self._run(Given(False, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses))
+
+    def __repr__(self) -> str:
+        ranks = f"{counted(self.plan.ranks, 'rank')} in this process"
+        where = ranks if self.in_process else f"rank {self._connection.ranks[0]} of {self.plan.ranks}"
+        here = [stage.stage_index for stage in self.stages]
+        which = numbered("stage", here) if len(here) < self.plan.stages else counted(len(here), "stage")
+        return f"{type(self).__name__}({which} on {where}, {counted(self.n_microbatches, 'microbatch')})"
 
     def register_custom_function(self, op: Op | str, function: CustomFunction) -> None:
         """Let `function(action, context)` run all actions of a kind; `context.run(action)` runs one as usual.
@@ -203,59 +247,124 @@ class PipelineSchedule:
             raise InputError("register custom functions before the first step")
         self._custom[kind] = function
 
+    def add_loss(self, loss: LossTerm) -> None:
+        """Add a loss of parameters alone, such as a regularisation: a function of a dict of them that returns a number.
+
+        It is called once per training step for each stage, with the stage's parameters by their names in the model, and
+        adds to their gradients and to `mean_loss()`. So over all stages a sum over parameters is that over the whole
+        model; a tied parameter counts once. Call this on every rank, with the same losses, before the first step.
+
+        >>> from torch import nn
+        >>> from pipecut import Schedule1F1B, pipeline
+        >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(4, 2)
+        >>> pipe = pipeline(model, (x,), num_stages=2)
+        >>> stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+        >>> schedule = Schedule1F1B(stages, n_microbatches=2, loss_fn=lambda output: output.sum() * 0)
+        >>> schedule.add_loss(lambda named: sum(each.pow(2).sum() for name, each in named.items() if "weight" in name))
+        >>> output = schedule.step(x)
+        >>> torch.equal(model[1].weight.grad, 2 * model[1].weight)
+        True
+        """
+        if self._runners:
+            raise InputError("add losses before the first step")
+        self._added_losses.add(loss)
+
+    def check_isolation(self) -> None:
+        """Let the next training step raise if a rank uses what stages of other ranks hold, past the values sent.
+
+        On separate ranks the first training step does so anyway. In one process such a step works, and would not on
+        ranks: `pipecut.verify` finds out more about that.
+        """
+        self._isolation.ask()
+
     def trace(self) -> Timeline:
         """Return the times of the last `step` or `eval` on the ranks of this process, if `tracing` was on."""
         spans = () if self._last_runner is None else tuple(self._last_runner.spans)
         return Timeline(f"{self.plan.name}, executed", self.plan.ranks, spans, "s")
 
     def mean_loss(self) -> float:
-        """Return the loss of the whole batch in the last step, on every rank. All ranks have to call it."""
-        has_losses = self._last_rank in self._connection.ranks
-        numbers = self._losses.as_numbers(self.scale_grads) if has_losses else None
-        try:
-            shared = self._connection.share(MEAN_LOSS, self._last_rank, numbers, NUMBERS)
-        except Exception as error:
-            raise self._connection.failed(error, END) from error
-        return mean_from(shared)
+        """Return the loss of the whole batch in the last step or evaluation, on every rank; any of them may call it.
+
+        Where the last stage is under DistributedDataParallel, replicate or fully_shard, it is the mean over all copies
+        of the pipeline, as their gradients are averaged; `losses=` of `step` has those of this pipeline alone. After a
+        training step it includes the losses of `add_loss`.
+        """
+        return self._batch_loss.mean()
 
     def _run(self, given: Given) -> Any:
+        self._connection.begin_call(STEP if given.training else EVAL)
         try:
-            if not self._connection.handshake.is_done:
-                self._run_handshake()
-            self._check_given(given)
-            for stage in self.stages:
-                stage.check_no_new_wrappers()
-            runner = self._runner(given.training)
-            states = self._cutter.make(given)
-        except Exception as error:
-            raise self._connection.failed(error) from error
+            with self._connection.reporting():
+                states = self._states(given)
+                some = next(iter(states.values()))
+                self._forms.use(some.form)
+                runner = self._runner(given.training, len(some.samples), some.form)
+                watches = given.training and self._isolation.is_due
+                watching = self._isolation.watching(runner.executors) if watches else contextlib.nullcontext()
+            with watching:
+                trains = self._run_actions(runner, states, given)  # reports what goes wrong by itself
+            with self._connection.reporting(END, lambda: restore_gradients(states.values())):
+                return self._end(states.get(self._last_rank), given, trains)
+        finally:
+            self._connection.end_call()
+
+    def _states(self, given: Given) -> dict[int, StepState]:
+        """Return the state in which each rank that is here begins the step, once all agree on it."""
+        if not self._connection.handshake.is_done:
+            self._run_handshake()
+        self._check_given(given)
+        for stage in self.stages:
+            stage.check_no_new_wrappers()
+            if stage.origin is not None:
+                stage.origin.check_unchanged(stage.submod)
+        return self._cutter.make(given)
+
+    def _run_actions(self, runner: Runner, states: Mapping[int, StepState], given: Given) -> bool:
+        """Run the step, and return True if it trained."""
         runner.tracing = self.tracing
         self._last_runner = runner
-        trains, reported = given.training, self._connection.handshake.reported
-        if trains and self._weighing is None and self._probing.is_needed(self.plan, reported):
-            trains = self._probing.run(runner, states)
-        else:
-            runner.run(states)
-        last = states.get(self._last_rank)
-        if last is None:
-            self._losses = Losses()
-            return None
-        self._losses = Losses(last.losses, last.weights or last.samples)
-        if given.losses is not None:
-            given.losses[:] = self._losses.in_order()
+        self._added_losses.begin()
+        reported = self._connection.handshake.reported
+        if given.training and self._weighing is None and self._probing.is_needed(runner, reported):
+            return self._probing.run(runner, states)
+        runner.run(states)
+        return given.training
+
+    def _end(self, last: StepState | None, given: Given, trains: bool) -> Any:
+        """Return the output on the rank of the last stage, when all ranks have come so far; raise if one has not."""
+        output, loss, error = None, BatchLoss(), None
+        self._batch_loss = loss
         try:
-            if self._weighing is not None and last.losses:
-                self._weighing.check_no_losses_without(last.weights)
-            if trains and self.check_loss:
-                self._losses.check_no_nan(self.scale_grads)
-            return merged(last, self._losses, scaled=self.scale_grads) if given.return_outputs else None
-        except Exception as error:
-            raise self._connection.failed(error, END) from error
+            if last is not None:
+                output, loss = self._results(last, given, trains)
+            if self._added_losses:
+                loss = replace(loss, added=self._added_losses.total(range(self.plan.stages)))
+        except Exception as failure:
+            error = failure
+        self._batch_loss = BatchLoss.of(self._connection.agree(error, loss.numbers))
+        return output
+
+    def _results(self, last: StepState, given: Given, trains: bool) -> tuple[Any, BatchLoss]:
+        """Return the output of the batch, and its loss."""
+        losses = Losses(last.losses, last.weights or last.samples)
+        if given.losses is not None:
+            given.losses[:] = losses.in_order()
+        if self._weighing is not None and last.losses:
+            self._weighing.check_no_losses_without(last.weights)
+        counted = losses.counted(self.scale_grads)
+        if trains and self.check_loss:
+            check_no_nan(counted)
+        total = losses.total(self.scale_grads, counted)
+        output = merged(last, losses, total, scaled=self.scale_grads) if given.return_outputs else None
+        return output, BatchLoss(1, total) if last.losses else BatchLoss()
 
     def _run_handshake(self) -> None:
         """Compare with the other ranks what is about to be run."""
+        if self.stages[0].origin is not None:
+            self.stages[0].origin.check_nothing_added()
         weighs = "no" if self._weighing is None else f"by the {self._weighing.source}"
         options = {"scale_grads": self.scale_grads, "random_numbers": self.random_numbers, "loss_weight": weighs}
+        options["losses added by add_loss()"] = len(self._added_losses)
         own = self._probing.fact if self._last_rank in self._connection.ranks else {}
         self._connection.handshake.run(self.plan, self.info, self.ties, self.stages, options, own)
 
@@ -268,12 +377,16 @@ class PipelineSchedule:
         if given.losses is not None and not isinstance(given.losses, list):
             raise LossesError(f"losses must be a list, which is filled; got {type(given.losses).__name__}")
 
-    def _runner(self, training: bool) -> Runner:
-        key = training, self.scale_grads
+    def _runner(self, training: bool, microbatches: int, form: int) -> Runner:
+        key = training, microbatches, self.scale_grads, form
         if key not in self._runners:
-            plan = self.plan if training else _forward_part(self.plan)
-            parts = _Assembly(
-                self.info,
+            info = self._forms.info(form)
+            plan = self.plan if microbatches == self.plan.microbatches else first_part(self.plan, microbatches)
+            plan = plan if training else forward_part(plan)
+            if form and info is not None:
+                plan = plan.with_dataflow(with_states(dataflow_of(info), self.random_numbers))
+            parts = Assembly(
+                info,
                 self.ties,
                 self.stages,
                 self._connection,
@@ -281,105 +394,8 @@ class PipelineSchedule:
                 self.scale_grads,
                 custom=self._custom,
                 random_numbers=self.random_numbers,
+                added_losses=self._added_losses,
                 observer=self._observer,
             )
             self._runners[key] = parts.runner(plan)
         return self._runners[key]
-
-
-# The runner of a plan, put together from stages: executors, their parcels and their ties.
-
-_MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
-_Stages = Mapping[int, PipelineStage]
-
-
-@dataclass(frozen=True)
-class _Assembly:
-    """The parts that runners are made from; all stages are of one pipe, `info`, or were cut by hand."""
-
-    info: PipeInfo | None
-    ties: Sequence[Tie]
-    stages: Sequence[PipelineStage]
-    connection: Connection
-    objective: Objective
-    scale_grads: bool
-    custom: Mapping[Op, CustomFunction]
-    random_numbers: str
-    observer: Observer | None = None
-
-    def runner(self, plan: Plan) -> Runner:
-        """Lower a plan, unless it has transfers already, and make what runs it."""
-        lowered = add_reduce_ties(plan if plan.has_transfers else self._lowered(plan)).validate()
-        executors = self._executors(lowered)
-        for executor in executors:
-            install(executor, self.custom)
-        if self.connection.in_process:
-            return LocalRunner(executors, lowered)
-        return RankRunner(executors[0], lowered, self.connection.failure_reports)
-
-    def _lowered(self, plan: Plan) -> Plan:
-        """Lower a plan, with sharding where a stage of this rank has copies; messages stay the same."""
-        has_copies = any(stage.replica.is_reduced for stage in self.stages)
-        return plan.lower(max_held=_MAX_HELD if has_copies else None)
-
-    def _executors(self, plan: Plan) -> list[Executor]:
-        """Make an executor for each rank that is here."""
-        every = {stage.stage_index: stage for stage in self.stages}
-        local = LocalTies(self.ties, every) if self.connection.in_process else None
-        made = []
-        for transport in self.connection.transports:
-            stages = {index: every[index] for index in plan.placement.stages_of[transport.rank]}
-            own = local if local is not None else DistributedTies(self.ties, stages, plan.placement, transport)
-            made.append(self._executor(plan, stages, transport, own))
-        return made
-
-    def _executor(self, plan: Plan, stages: _Stages, transport: Transport, ties: TiedGradients) -> Executor:
-        parcels = _parcels_of(self.info, stages)
-        random_numbers = KINDS[self.random_numbers](stages)
-        return Executor(
-            plan,
-            stages,
-            parcels,
-            transport,
-            self.objective,
-            scale_gradients=self.scale_grads,
-            ties=ties,
-            random_numbers=random_numbers,
-            observer=self.observer,
-        )
-
-
-def _parcels_of(info: PipeInfo | None, stages: _Stages) -> Parcels:
-    """Return what is known of the parcels between these stages and others."""
-    if info is None:
-        return LearntParcels()
-    items: dict[tuple[int, int], Sequence[Item]] = {}
-    for index, stage in stages.items():
-        assert stage.ports is not None  # a traced stage
-        items |= {(source, index): parcel for source, parcel in stage.ports.incoming.items()}
-        items |= {(index, target): parcel for target, parcel in stage.ports.outgoing.items()}
-    return TracedParcels(info, items)
-
-
-def _forward_part(plan: Plan) -> Plan:
-    """Return the forwards of a plan, in its order."""
-
-    def forwards(action: Action | None) -> list[Action]:
-        leaves = () if action is None else action.leaves
-        return [leaf for leaf in leaves if leaf.op is Op.FORWARD]
-
-    rows = [[leaf for action in row for leaf in forwards(action)] for row in plan.actions]
-    return replace(plan, name=f"{plan.name}, forward", actions=tuple(map(tuple, rows)), training=False)
-
-
-def _dataflow_of(info: PipeInfo) -> Dataflow:
-    """Return the edges of a pipe; an input of the model that needs a gradient goes and comes back like a value."""
-    gradients = {(edge.source, edge.target) for edge in info.edges if edge.spec.requires_grad}
-    activations = {(edge.source, edge.target) for edge in info.edges if edge.kind == "activation"}
-    return Dataflow(
-        stages=info.num_stages,
-        activations=frozenset(activations | gradients),
-        gradients=frozenset(gradients),
-        root_inputs=frozenset(edge.target for edge in info.edges if edge.kind == "root input"),
-        ties=tuple(frozenset(tie.stages) for tie in info.tied_parameters),
-    )

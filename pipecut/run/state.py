@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..schedule import Action
+from .parcels import Contents, Ends
 from .transport import Arrival
 
 Key = tuple[int, int, int]  # the stage that gives, the stage that takes, the microbatch
@@ -27,6 +28,7 @@ class StepState:
     samples: list[int]  # of each microbatch
     sizes: list[tuple[int, ...]]  # of each microbatch: the symbolic dims, or a number that stands for all shapes
     seed: int = 0  # of the random numbers
+    form: int = 0  # of the call: the trace that it is of
     training_undecided: bool = False  # True until the model's output shows whether there is a loss to train with
 
     # The data of the microbatches.
@@ -49,11 +51,15 @@ class StepState:
     activations: dict[Key, Arrival] = field(default_factory=dict)
     gradients: dict[Key, Arrival] = field(default_factory=dict)
     outgoing: dict[Key, list[Tensor]] = field(default_factory=dict)
+    measured: dict[tuple[Ends, int], Contents] = field(default_factory=dict)  # parcels whose sizes depend on the data
     random_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and microbatch
 
     # Gradients of the inputs of the model, which they get at the end of the step.
     nested_inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by stage and microbatch
     input_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    # The gradients of parameters before the step, each with its version, for a step that fails.
+    gradients_before: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)
 
     # The progress of the step.
     backwards_left: dict[int, int] = field(default_factory=dict)  # by stage

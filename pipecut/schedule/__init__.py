@@ -15,25 +15,24 @@ rank 1 │ ·   1F0 1B0 1F1 1B1 ·
 
 from . import families, lower, render
 from .action import COMPUTE as COMPUTE
+from .action import NEIGHBOUR as NEIGHBOUR
 from .action import RECEIVES as RECEIVES
 from .action import SENDS as SENDS
 from .action import TRANSFERS as TRANSFERS
+from .action import WHOLE_STAGE as WHOLE_STAGE
 from .action import Action, Op, Rows, overlap, parse_action, transfer
 from .auto import FoundPlan, auto_schedule, search_schedule
 from .auto import lower_bound as lower_bound
 from .auto import problem_for as problem_for
 from .compare import Comparison, Line, compare
 from .costs import Costs, Link
-from .lower import GIVES_WEIGHT_GRADIENT as GIVES_WEIGHT_GRADIENT
 from .lower import add_bubbles as add_bubbles
 from .lower import add_reduce_grad as add_reduce_grad
 from .lower import add_reduce_ties as add_reduce_ties
 from .lower import add_transfers as add_transfers
 from .lower import drop_bubbles as drop_bubbles
 from .lower import drop_reduce_ties as drop_reduce_ties
-from .lower import merge_row as merge_row
 from .lower import shard_row as shard_row
-from .lower import spliced as spliced
 from .placement import Placement
 from .plan import Plan
 from .plan_text import load_csv as load_csv

@@ -12,6 +12,9 @@ from .balance import CutCosts as CutCosts
 from .balance import Ranks as Ranks
 from .balance import evaluate_cuts as evaluate_cuts
 from .balance import least_memory_cuts as least_memory_cuts
+from .build import add_variant as add_variant
+from .build import check_no_new_hooks as check_no_new_hooks
+from .build import check_same_places as check_same_places
 from .chain import TRAINED_MEMORY_FACTOR as TRAINED_MEMORY_FACTOR
 from .chain import Chain as Chain
 from .chain import StageCost as StageCost

@@ -12,7 +12,7 @@ from ..pipe_ir import TracedModel
 from ..text import Memory, parse_memory
 from .balance import Balance, balance_stages
 from .chain import Chain, allowed_places, chain_of
-from .points import SplitPlan
+from .points import SplitPlan, modules_left_out
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
 _SLACK = 0.03
@@ -58,7 +58,7 @@ def balanced_cut(
     >>> from pipecut import pipeline
     >>> from pipecut.split import chain_of
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    >>> found = balanced_cut(chain_of(pipeline(model, (torch.ones(2, 64),)).traced), 2)
+    >>> found = balanced_cut(chain_of(pipeline(model, (torch.ones(2, 64),), num_stages=1).traced), 2)
     >>> [cut.label for cut in found.plan.cuts], found.balance.cuts
     (["the cut after '1'"], (2,))
     """
@@ -68,7 +68,7 @@ def balanced_cut(
         raise SplitError(
             f"{count} stages were asked for, and this model can be cut into {blocks.count} at the most: there are "
             f"{blocks.count - 1} places between its modules where a cut leaves work on both sides. Use fewer stages, "
-            "or divide the model into more modules"
+            f"or divide the model into more modules{modules_left_out(chain.traced)}"
         )
 
     def solve(part: Chain, slack: float) -> Balance:
@@ -185,8 +185,9 @@ class AutomaticCuts:
         text = dominant_block(found)
         if text is not None:
             warn(text)
-        self._found = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
-        return self._found
+        plan = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
+        self._found = self._found or plan
+        return plan
 
     def _solve(self, chain: Chain) -> BalancedCut:
         return balanced_cut(

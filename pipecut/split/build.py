@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from ..errors import SplitError, warn
-from ..pipe_ir import TracedModel, clone, has_forward_hooks, quiet_subclass
+from ..pipe_ir import ForwardOf, TracedModel, clone, has_forward_hooks, quiet_subclass
+from ..text import listed, numbered
 from ..torch_internals import (
     backward_hooks,
     buffers_of,
@@ -22,13 +24,18 @@ from ..torch_internals import (
 )
 from .codegen import Function
 from .program import Piece, walk
-from .state import Holdings, References, check_references_unchanged, referred_to
+from .state import Holdings, References, check_references_unchanged, referred_to, used_state
 
 _file_numbers = itertools.count()
 
 
 def build_stage_module(
-    traced: TracedModel, index: int, holdings: Holdings, functions: Sequence[Function], references: References
+    traced: TracedModel,
+    index: int,
+    holdings: Holdings,
+    functions: Sequence[Function],
+    references: References,
+    variant: int = 0,
 ) -> nn.Module:
     """Return a module tree over the model's own tensors that holds and runs what one stage needs."""
     model = traced.model
@@ -48,7 +55,7 @@ def build_stage_module(
     for function in functions:
         by_path.setdefault(function.piece.path, []).append(function)
     for path, pieces in by_path.items():
-        _install(stage, stage.get_submodule(path), index, pieces)
+        _install(stage, stage.get_submodule(path), index, pieces, variant)
     return stage
 
 
@@ -72,14 +79,16 @@ def _prune(module: nn.Module, original: nn.Module, kept: set[str]) -> None:
         _allow_gaps(module, original)
 
 
-def _install(stage: nn.Module, module: nn.Module, index: int, functions: Sequence[Function]) -> None:
+def _install(stage: nn.Module, module: nn.Module, index: int, functions: Sequence[Function], variant: int) -> None:
     """Give a module the generated forward of its pieces."""
     forwards: dict[int, Callable[..., Any]] = {
         function.piece.nth_call: _compile(function, index) for function in functions
     }
     forward = _dispatching(forwards) if len(forwards) > 1 else next(iter(forwards.values()))
     base = type(module)
-    members = {"forward": forward, "_pipecut_stage": index}
+    members: dict[str, Any] = {"forward": forward, "_pipecut_stage": index}
+    if variant:
+        members |= _members_of_variants({ForwardOf(variant, nth): made for nth, made in forwards.items()}, None)
     if base.__call__ is not nn.Module.__call__:
         members["__call__"] = nn.Module.__call__  # what the class adds around a call is part of the generated code
     module.__class__ = quiet_subclass(base, members)
@@ -221,10 +230,136 @@ def warn_of_assigned_attributes(traced: TracedModel, programs: Sequence[Piece]) 
         )
 
 
-def check_no_untraced_effects(traced: TracedModel, programs: Sequence[Piece]) -> None:
-    """Raise for a cut forward with effects that generated code cannot have."""
-    for path in sorted(generated_paths(programs) & traced.untraced_effects.keys()):
-        raise SplitError(
-            f"the forward of {path or type(traced.model).__name__!r} uses {traced.untraced_effects[path]}, and is cut: "
-            "a trace does not hold it; move it into a module that is not cut"
-        )
+# Variants of a stage: generated forwards for calls of other forms, over the modules and parameters of the first.
+#
+# A model that is called without labels, or with another flag, runs other operations. It is traced and cut again for
+# such a call, and the stages, which are built, wrapped and trained by then, get the forwards of the new cut beside
+# those that they have. The first argument says which one: a `ForwardOf`, or none for the form of the first trace.
+
+_Forward: TypeAlias = Callable[..., Any]
+_TABLE = "_pipecut_forwards"  # the attribute of a class that has the forwards of variants
+
+_REMEDY = (
+    "the parameters of the stages stay where they are. Call pipeline() with an example of this form, or make a second "
+    "pipe for such calls"
+)
+
+
+def _members_of_variants(forwards: Mapping[ForwardOf, _Forward], own: _Forward | None) -> dict[str, Any]:
+    """Return the members of a class whose forward is chosen by its first argument; `own` is that of all other calls."""
+    table = dict(forwards)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is ForwardOf:
+            return table[args[0]](self, *args[1:], **kwargs)
+        assert own is not None  # a variant's own modules are called with its number only
+        return own(self, *args, **kwargs)
+
+    return {"forward": forward, _TABLE: table}
+
+
+def check_same_places(homes: Sequence[Collection[str]], variant: Sequence[nn.Module], traced: TracedModel) -> None:
+    """Raise if stages of a variant use parameters that the stages do not have, which are built by now.
+
+    `homes` are the names of the parameters of each stage.
+    """
+    if len(homes) != len(variant):
+        raise SplitError(f"for this call the model is cut into {len(variant)} stages, not into {len(homes)}: {_REMEDY}")
+    used = used_state(traced)
+    for index, there in enumerate(variant):
+        needed = [name for name, _ in there.named_parameters(remove_duplicate=False) if name in used]
+        missing = [name for name in needed if name not in homes[index]]
+        if missing:
+            holders = [nth for nth, names in enumerate(homes) if missing[0] in names]
+            raise SplitError(
+                f"for this call stage {index} needs {listed(missing, 3)}, which it does not have ({missing[0]} is in "
+                f"{numbered('stage', holders)}): {_REMEDY}"
+            )
+
+
+def check_no_new_hooks(model: nn.Module, before: Collection[str], paths: Collection[str]) -> None:
+    """Raise on modules with forward hooks that are generated code in a variant only: their hooks would run twice."""
+    for path in sorted(set(paths) - set(before)):
+        if has_forward_hooks(model.get_submodule(path)):
+            raise SplitError(
+                f"{path!r} has a forward hook, and is generated code for this call, where it runs its own code in "
+                "others: call pipeline() with an example of this form, or remove the hook"
+            )
+
+
+def add_variant(
+    parts: Mapping[str, nn.Module], variant: nn.Module, index: int, traced: TracedModel, device: torch.device
+) -> None:
+    """Give a stage the forwards of a variant; `parts` are the stage's modules by path, from before they were wrapped.
+
+    What the calls before had no need of in this stage is added: activations, dropouts, buffers that are not saved.
+    """
+    known, used = dict(parts), used_state(traced)
+    for path, module in variant.named_modules(remove_duplicate=False):
+        if path in known:
+            _add_buffers(known[path], module, path, index, used, device)
+        elif path.rpartition(".")[0] in known:
+            _add_module(known, path, module, index, used, device)
+    for path, module in variant.named_modules():
+        forwards = vars(type(module)).get(_TABLE)
+        if forwards is not None:
+            _add_forwards(known[path], forwards)
+            elsewhere = vars(module).get("_elsewhere", {})
+            if elsewhere:
+                vars(known[path]).setdefault("_elsewhere", {}).update({other: known[other] for other in elsewhere})
+
+
+def _add_module(
+    known: dict[str, nn.Module], path: str, module: nn.Module, index: int, used: set[str], device: torch.device
+) -> None:
+    state = [f"{path}.{name}" for name in module.state_dict()]
+    needed = [name for name in state if name in used]
+    if needed:
+        raise SplitError(f"for this call stage {index} needs {needed[0]}, which it does not have: {_REMEDY}")
+    if not state:  # otherwise it is here for names that nobody uses, and that another stage has
+        parent, _, name = path.rpartition(".")
+        children_of(known[parent])[name] = known[path] = module.to(device)
+
+
+def _add_buffers(
+    mine: nn.Module, module: nn.Module, path: str, index: int, used: set[str], device: torch.device
+) -> None:
+    for name, buffer in buffers_of(module).items():
+        full = f"{path}.{name}".lstrip(".")
+        if buffer is None or name in buffers_of(mine) or full not in used:
+            continue
+        if name not in unsaved_buffers(module) or buffer.is_meta:
+            raise SplitError(f"for this call stage {index} needs the buffer {full}, which it does not have: {_REMEDY}")
+        buffers_of(mine)[name] = buffer.to(device)
+        unsaved_buffers(mine).add(name)
+
+
+def _add_forwards(mine: nn.Module, forwards: Mapping[ForwardOf, _Forward]) -> None:
+    for cls in type(mine).__mro__:
+        if _TABLE in vars(cls):
+            vars(cls)[_TABLE].update(forwards)
+            return
+    generated = next((cls for cls in type(mine).__mro__ if "_pipecut_stage" in vars(cls)), None)
+    if generated is not None:
+        for name, member in _members_of_variants(forwards, vars(generated)["forward"]).items():
+            setattr(generated, name, member)
+        return
+    _take_apart(mine, forwards)
+
+
+def _take_apart(mine: nn.Module, forwards: Mapping[ForwardOf, _Forward]) -> None:
+    """Give generated forwards to a module that runs its own code in all other calls."""
+    base: Any = type(mine)
+    own = vars(mine).pop("forward", None)
+    members = _members_of_variants(
+        forwards, base.forward if own is None else lambda self, *args, **kw: own(*args, **kw)
+    )
+    if base.__call__ is not nn.Module.__call__:
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            # What the class adds around a call is part of the generated code.
+            generated = bool(args) and type(args[0]) is ForwardOf
+            return nn.Module.__call__(self, *args, **kwargs) if generated else base.__call__(self, *args, **kwargs)
+
+        members["__call__"] = __call__
+    mine.__class__ = quiet_subclass(base, members)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..pipe_ir import Dim, Operation, Span, TracedModel, operator_of
+from ..pipe_ir import Dim, Operation, Span, TracedModel
 from .balance import Blocks, Shared
 from .cost import ConcreteCosts, CostFinder, Machine, OperationTimes, Times, bytes_of, operation_flops
 from .points import Cut, Regions, SplitPlan
@@ -256,7 +256,7 @@ class _ChainMaker:
 
     def make(self) -> Chain:
         """Return the chain with all places that are allowed."""
-        places = _with_work_between(self._sendable(allowed_places(self.traced)), [op.tick for op in self.operations])
+        places = _with_work_between(allowed_places(self.traced), [op.tick for op in self.operations])
         ticks = [place.cut.tick for place in places]
         block_of = {op.index: bisect.bisect_right(ticks, op.tick) for op in self.operations}
         times = [Times()] * (len(places) + 1)
@@ -360,24 +360,6 @@ class _ChainMaker:
                 training[end] -= trains
         totals = zip(itertools.accumulate(sizes[:-1]), itertools.accumulate(training[:-1]), strict=True)
         return [(max(size, 0.0), count > 0) for size, count in totals]
-
-    def _sendable(self, places: list[_Place]) -> list[_Place]:
-        """Keep the places that no size or number crosses which depends on the data: it could not be sent."""
-        numbers = self._numbers_from_data()
-        spans = [
-            (op.tick, last)
-            for op, last in ((self.traced.operations[index], last) for index, last in self._last_uses().items())
-            if op.index in numbers or (op.spec is not None and op.spec.symbols - self.traced.dims.keys())
-        ]
-        return [place for place in places if not any(made < place.cut.tick <= last for made, last in spans)]
-
-    def _numbers_from_data(self) -> set[int]:
-        """Find numbers that were taken out of a tensor, and those made of them."""
-        found: set[int] = set()
-        for op in self.operations:
-            if operator_of(op.target).returns_number or (op.spec is None and not found.isdisjoint(op.refs)):
-                found.add(op.index)
-        return found
 
     def _last_uses(self) -> dict[int, int]:
         """Return the tick of the last operation that uses each value."""

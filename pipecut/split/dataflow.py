@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 
 from ..errors import SplitError
 from ..pipe_ir import HERE, Edge, Operation, TensorSpec, TracedModel
@@ -194,17 +195,17 @@ class FlowFinder:
         return writers
 
 
+# A number that depends on the data travels as a tensor without dims.
+NUMBER_DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
 def _spec(op: Operation, traced: TracedModel) -> TensorSpec:
+    if op.number is not None:
+        return TensorSpec((), NUMBER_DTYPES[op.number], ())
     if op.spec is None:
         raise SplitError(
-            f"{op.name} is used in a later stage, and is a number that depends on the data, not a tensor"
-            f"{f' ({op.source})' if op.source else ''}; cut elsewhere, or keep it as a tensor"
-        )
-    unknown = sorted(str(symbol) for symbol in op.spec.symbols - traced.dims.keys())
-    if unknown:
-        raise SplitError(
-            f"{op.name} is used in a later stage, and its size depends on the data ({op.spec})"
-            f"{f' ({op.source})' if op.source else ''}; the later stage cannot know it beforehand: cut elsewhere"
+            f"{op.name} is used in a later stage, and is neither a tensor nor a number"
+            f"{f' ({op.source})' if op.source else ''}; cut before it, or after what takes it apart"
         )
     order = wire_order(op, traced)
     return (op.spec.permuted(order) if order else op.spec).contiguous()

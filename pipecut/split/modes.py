@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from ..errors import PipeError, warn
 from ..pipe_ir import Operation, Ref, TracedModel
 from ..torch_internals import is_overload, schema_of
-from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, walk
 from .state import written_state
 
 _NUMBERS = (bool, int, float)
@@ -34,12 +34,23 @@ class ModeDifferences:
 
     `switches` are arguments that follow the mode, by operation and the argument's name; `bound` are pieces, by stage,
     path and number of the call, that fit one mode only. `written_in_other` are the parameters and buffers that the
-    other mode updates; None where nobody has looked.
+    other mode updates; None where nobody has looked. `only_with_gradients` are modules that do something else without.
     """
 
     switches: Mapping[int, Mapping[str, Switch]] = field(default_factory=dict)
     bound: Mapping[_PieceKey, bool] = field(default_factory=dict)
     written_in_other: frozenset[str] | None = None
+    only_with_gradients: frozenset[str] = frozenset()
+
+    def bound_to(self, programs: Sequence[Piece], paths: Collection[str], training: bool) -> ModeDifferences:
+        """Return the same, with the pieces of some modules bound to a mode."""
+        pieces = ((stage, item) for stage, program in enumerate(programs) for item in walk((program,)))
+        bound = {
+            (stage, item.path, item.nth_call): training
+            for stage, item in pieces
+            if isinstance(item, Piece) and item.path in paths
+        }
+        return replace(self, bound={**self.bound, **bound})
 
     def arguments_of(self, op: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return an operation's arguments, with Switches where they follow the mode."""
@@ -190,4 +201,14 @@ def require_mode(module: nn.Module, training: bool, path: str) -> None:
             f"{type(module).__name__} ({path or 'the model itself'}) was cut in {names[training]} mode, and its "
             f"forward does other operations in {names[module.training]} mode; for that mode call pipeline() again "
             f"after model.{'train' if module.training else 'eval'}()"
+        )
+
+
+def require_gradients(path: str) -> None:
+    """Raise under torch.no_grad(); generated code whose forward does something else there calls this."""
+    if not torch.is_grad_enabled():
+        raise PipeError(
+            f"the forward of {path or 'the model itself'} does other operations under torch.no_grad() than with "
+            "gradients, and is cut as it is with gradients; run it under torch.enable_grad(), or move the lines that "
+            "ask for it (requires_grad, torch.is_grad_enabled()) into a module that is not cut"
         )

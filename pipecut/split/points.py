@@ -13,8 +13,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import SplitError, warn
-from ..pipe_ir import HERE, Context, Operation, Ref, Size, Span, TracedModel, is_mark
-from ..text import did_you_mean, plural
+from ..pipe_ir import HERE, Operation, Ref, Size, Span, TracedModel, is_mark
+from ..text import did_you_mean, listed, plural
 from .cost import ConcreteCosts
 
 
@@ -105,7 +105,7 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
     model, fallback = traced.model, traced.fallback(path)
     if fallback is not None and fallback.path != path:
         return (
-            f"split_spec names {path!r}, inside {fallback.path!r}, which could not be traced ({fallback.reason}) and "
+            f"split_spec names {path!r}, inside {fallback.path!r}, which {fallback.because} ({fallback.reason}) and "
             f"cannot be cut inside; cut before or after {fallback.path!r}"
         )
     if calls:
@@ -113,12 +113,28 @@ def _never_called(traced: TracedModel, path: str, number: int, calls: int) -> st
             f"split_spec names call #{number} of {path!r}, which is called {calls} "
             f"{plural('time', calls)} (#0 to #{calls - 1})"
         )
+    if traced.draws:
+        return f"split_spec names {path!r}, which did not run{modules_left_out(traced)}"
     called = (
         "a container is never called itself: name one of its members"
         if isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict)
         else ("a module runs when it is called: name one that is, or call it as module(x), not module.forward(x)")
     )
     return f"split_spec names {path!r}, which the model does not call with these example inputs; {called}"
+
+
+def modules_left_out(traced: TracedModel) -> str:
+    """Return words for the modules that did not run in a trace whose code may have decided by random numbers."""
+    called = {span.path for span in traced.spans("call")}
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in traced.model.named_parameters())
+    left = [path for path in owners if path and not any(f"{path}.".startswith(f"{each}.") for each in called if each)]
+    if not left or not traced.draws:
+        return ""
+    return (
+        f". In this trace {listed(map(repr, left), 4)} of {type(traced.model).__name__} did not run, and its forward "
+        f"decides by random numbers ({traced.draws[0]}): a draw, such as that of LayerDrop, has left them out; set its "
+        "probability to 0"
+    )
 
 
 def _marked(traced: TracedModel) -> list[Cut]:
@@ -289,9 +305,10 @@ def _tensor(traced: TracedModel, op: Operation) -> Any:
 
 
 class Regions:
-    """Parts of a trace that must stay whole: checkpoints, autograd functions, no_grad, autocast, vmap, fallbacks."""
+    """Parts of a trace that must stay whole: checkpoints, autograd functions, vmap, modules that were not traced."""
 
     def __init__(self, traced: TracedModel) -> None:
+        self._traced = traced
         self._spans = [span for span in traced.spans() if span.kind != "call" or traced.fallback(span.path)]
         self._operations = [op for op in traced.operations if op.kind == "op"]
         self._ticks = [op.tick for op in self._operations]
@@ -306,31 +323,28 @@ class Regions:
             elif not self._works_between(tick, span.end):
                 tick = span.end + 1
             else:
-                return tick, _describe_span(span)
+                return tick, _describe_span(span, self._traced)
         return tick, self._modes_at(tick)
 
     def _works_between(self, begin: int, end: int) -> bool:
         return bisect.bisect_left(self._ticks, begin) < bisect.bisect_left(self._ticks, end)
 
     def _modes_at(self, tick: int) -> str | None:
-        """Return the block that goes on from the operation before a tick to the one after it."""
+        """Return the block that goes on from the operation before a tick to the one after it.
+
+        Parts of a no_grad or autocast block each enter the mode anew; those of a transform are nothing on their own.
+        """
         after = bisect.bisect_left(self._ticks, tick)
         if not 0 < after < len(self._operations):
             return None
-        return _common_block(self._operations[after - 1].context, self._operations[after].context)
+        inside = self._operations[after - 1].context.vmap and self._operations[after].context.vmap
+        return "a torch.vmap call" if inside else None
 
 
-def _describe_span(span: Span) -> str:
-    if span.kind == "call":
-        return f"{span.label!r}, which could not be traced"
+def _describe_span(span: Span, traced: TracedModel) -> str:
+    fallback = traced.fallback(span.path) if span.kind == "call" else None
+    if fallback is not None:
+        return f"{span.label!r}, which {fallback.because}"
     if span.kind == "checkpoint":
         return "a part under torch.utils.checkpoint"
     return f"the autograd function {span.options['function'].__name__}"
-
-
-def _common_block(before: Context, after: Context) -> str | None:
-    if before.vmap and after.vmap:
-        return "a torch.vmap call"
-    if set(before.autocast) & set(after.autocast):
-        return "a torch.autocast block"
-    return "a torch.no_grad() block" if before.no_grad_block and before.no_grad_block == after.no_grad_block else None

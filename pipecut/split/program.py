@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import sympy
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import PipeError, SplitError
@@ -29,7 +30,7 @@ from ..pipe_ir import (
     operator_name,
 )
 from ..text import shape_text
-from ..torch_internals import is_overload, schema_of
+from ..torch_internals import is_overload, parameters_of, schema_of
 
 # A value that travels by name through generated code: what an operation made, a symbolic dim, or the device (HERE).
 Key: TypeAlias = int | sympy.Symbol | Any
@@ -195,26 +196,23 @@ class _Dependencies:
 
     def why_not_whole(self, span: Span, fallback: Fallback) -> str:
         """Explain why a module that has to stay as it is cannot be called by generated code."""
-        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
-        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_inputs(span)]
-        hidden += [f"{name!r} outside its arguments and results" for name in self._hidden_outputs(span)]
+        hidden = self._hidden(span)
         hidden += ["a part of it that another call in the same stage has in pieces"]
         return (
-            f"{span.label!r} could not be traced ({fallback.reason}), so that it can only be called as a whole; the "
+            f"{span.label!r} {fallback.because} ({fallback.reason}), so that it can only be called as a whole; the "
             f"module that calls it is cut, and it depends on {hidden[0]}, which generated code cannot pass on. Pass it "
             "tensors and plain values, or cut so that the module around it stays whole"
         )
 
     def check_function(self, span: Span) -> None:
         """Raise on an autograd function whose backward cannot be kept."""
-        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
-        hidden += self._hidden_inputs(span) + self._hidden_outputs(span)
+        hidden = self._hidden(span)
         if hidden:
             raise SplitError(
                 f"{span.options['function'].__name__}.apply() runs in the forward of "
-                f"'{span.path or type(self.traced.model).__name__}', which is cut, and depends on {hidden[0]} outside "
-                "its arguments and results, so that its backward cannot be kept; call it in a module of its own that "
-                "is not cut, or pass all it needs as tensors"
+                f"'{span.path or type(self.traced.model).__name__}', which is cut, and depends on {hidden[0]}, so that "
+                "its backward cannot be kept; call it in a module of its own that is not cut, or pass all it needs as "
+                "tensors"
             )
 
     def check_branches(self, op: Operation) -> None:
@@ -236,6 +234,12 @@ class _Dependencies:
         # An unused random number still moves the generator on.
         return torch.Tag.nondeterministic_seeded not in op.target.tags
 
+    def _hidden(self, span: Span) -> list[str]:
+        """Return in words what a call takes or gives that generated code cannot pass on."""
+        around = (*self._hidden_inputs(span), *self._hidden_outputs(span))
+        hidden = [] if span.args.is_plain else ["an argument that is neither a tensor nor a plain value"]
+        return [*hidden, *(f"{name} outside its arguments and results" for name in around)]
+
     def _hidden_inputs(self, span: Span) -> list[str]:
         arguments = set(span.args.refs)
         hidden = []
@@ -245,23 +249,36 @@ class _Dependencies:
                 inside = source.tick >= span.begin or source.kind == "constant"
                 own = inside or index in arguments or self._is_own_state(index, span.path)
                 if not own or index in self.traced.reached_state:
-                    hidden.append(source.name)
+                    hidden.append(self._called(source))
         return hidden
 
     def _hidden_outputs(self, span: Span) -> list[str]:
         leaves = zip(span.result.leaves, span.result.structure.paths(), strict=True)
         visible = {leaf.index for leaf, path in leaves if isinstance(leaf, Ref) and all(map(_ACCESS.match, path))}
         return [
-            op.name
+            self._called(op)
             for op in self.traced.operations_within(span.begin, span.end)
             if self.last_use.get(op.index, -1) > span.end
             and op.index not in visible
             and not self._is_own_state(op.index, span.path)
         ]
 
+    def _called(self, op: Operation) -> str:
+        """Return the words for a value in messages: a parameter is called one."""
+        name = next(iter(self.traced.state_names.get(op.index, ())), None)
+        if name is None:
+            return repr(op.name)
+        return f"the {kind_of_state(self.traced.model, name)} {name!r}"
+
     def _is_own_state(self, index: int, path: str) -> bool:
         names = (*self.traced.state_names.get(index, ()), self._buffer_values.get(index, ""))
         return any(name.startswith(f"{path}.") for name in names)
+
+
+def kind_of_state(model: nn.Module, name: str) -> str:
+    """Return what a name of a model's state stands for: a parameter or a buffer."""
+    path, _, attribute = name.rpartition(".")
+    return "parameter" if attribute in parameters_of(model.get_submodule(path)) else "buffer"
 
 
 def _last_uses(traced: TracedModel) -> dict[int, int]:
@@ -309,20 +326,21 @@ def require_shape(tensor: Any, shape: tuple[int, ...], label: str) -> Any:
     return tensor
 
 
-def partition(traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True) -> tuple[Piece, ...]:
+def partition(
+    traced: TracedModel, cuts: Sequence[int], *, keep_modules: bool = True, apart: Collection[str] = ()
+) -> tuple[Piece, ...]:
     """Return the program of each stage; `cuts` are the ticks at which stages 1, 2, ... begin.
 
-    With `keep_modules=False` every module is rebuilt from its traced operations instead of being called as it is.
+    Modules at the paths of `apart`, or all with `keep_modules=False`, are rebuilt from their traced operations.
     """
     bounds = [traced.root.begin, *cuts, traced.root.end + 1]
-    partitioner = _Partitioner(traced, keep_modules)
+    partitioner = _Partitioner(traced, keep_modules, {traced.model.get_submodule(path) for path in apart})
     return tuple(partitioner.stage(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
 
 
 class _Partitioner:
-    def __init__(self, traced: TracedModel, keep_modules: bool) -> None:
-        self.traced = traced
-        self.keep_modules = keep_modules
+    def __init__(self, traced: TracedModel, keep_modules: bool, apart: Collection[nn.Module]) -> None:
+        self.traced, self.apart, self.keep_modules = traced, apart, keep_modules
         self.dependencies = _Dependencies(traced)
         self.taken_apart: set[tuple[str, int]] = set()
 
@@ -339,7 +357,7 @@ class _Partitioner:
     def _whole_around_pieces(self, program: Piece) -> set[tuple[str, int]]:
         """Find calls that look whole, of a module that another call in this stage has in pieces, or with one inside."""
         get = self.traced.model.get_submodule
-        pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)}
+        pieces = {get(item.path) for item in walk(program.items) if isinstance(item, Piece)} | set(self.apart)
         calls = (item.span for item in walk(program.items) if isinstance(item, WholeCall))
         return {
             (span.path, span.nth_call) for span in calls if any(module in pieces for module in get(span.path).modules())

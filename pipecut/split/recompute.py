@@ -197,7 +197,7 @@ class _Recomputable:
         """Return True if a module that runs its own code does the traced operations whenever it is called."""
         traced = self.traced
         paths = {inner.path for inner in span.walk()}
-        alive = traced.mode_readers | traced.assigned_attributes.keys() | traced.untraced_effects.keys()
+        alive = traced.mode_readers | traced.assigned_attributes.keys() | traced.changing
         hooked = any(has_forward_hooks(traced.model.get_submodule(path)) for path in paths)
         return not (hooked or paths & alive or decides_about_sizes(traced, span))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from ..torch_internals import (
     is_overload,
     parameters_of,
     schema_of,
+    storage_id,
     unsaved_buffers,
 )
-from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, used_by
+from .program import BufferUpdate, Checkpointed, FunctionCall, Item, Piece, WholeCall, body_of, kind_of_state, used_by
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ def _check_written_buffers(traced: TracedModel, held: Sequence[set[str]]) -> Non
         holders = [index for index, names in enumerate(held) if name in names]
         if len(holders) > 1:
             raise SplitError(
-                f"buffer {name} is updated in forward and used by stages {holders}; each stage would keep a copy of "
-                "its own (after train(), if not now). Cut so that all its uses are in one stage"
+                f"{kind_of_state(traced.model, name)} {name} is updated in forward and used by stages {holders}; each "
+                "stage would keep a copy of its own (after train(), if not now). Cut so that all its uses are in one "
+                "stage"
             )
 
 
@@ -190,11 +193,62 @@ def find_ties(stages: Sequence[nn.Module]) -> tuple[TiedParameter, ...]:
     )
 
 
+def check_no_common_memory(stages: Sequence[nn.Module]) -> None:
+    """Raise if a parameter shares memory with another tensor, and not all stages that hold one hold both.
+
+    In one process what an optimizer does to one of them is done to the other; on ranks it is not.
+    """
+    names: dict[int, str] = {}
+    holders: dict[int, set[int]] = {}
+    in_memory: dict[int, dict[int, torch.Tensor]] = {}  # by storage, and by tensor
+    for index, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                names.setdefault(id(tensor), name)
+                holders.setdefault(id(tensor), set()).add(index)
+                in_memory.setdefault(storage_id(tensor), {})[id(tensor)] = tensor
+    for together in in_memory.values():
+        for one, other in itertools.combinations(together.values(), 2):
+            is_trained = one.requires_grad or other.requires_grad
+            if is_trained and holders[id(one)] != holders[id(other)] and _overlap(one, other):
+                places = [f"{names[id(each)]} of stage {min(holders[id(each)])}" for each in (one, other)]
+                raise SplitError(
+                    f"{places[0]} and {places[1]} are two tensors in the same memory: on separate ranks training "
+                    "changes one of them only. Let both be the same nn.Parameter (b.weight = a.weight, not "
+                    "b.weight.data), which is tied; or cut so that both are in one stage"
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have elements in common."""
+    (begin, end), (other_begin, other_end) = _bytes_of(one), _bytes_of(other)
+    if end <= other_begin or other_end <= begin:
+        return False
+    if one.is_contiguous() and other.is_contiguous() or one.dtype != other.dtype:
+        return True
+    numbers = torch.arange(max(end, other_end) // one.element_size())
+    places = [numbers.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (one, other)]
+    return bool(torch.isin(*places).any())
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the elements of a tensor begin and end in its storage."""
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    steps = sum((length - 1) * stride for length, stride in zip(tuple(tensor.shape), tensor.stride(), strict=True))
+    return begin, begin + (int(steps) + 1) * size if tensor.numel() else begin
+
+
 def unused_parameters(traced: TracedModel) -> tuple[str, ...]:
     """Return the parameters that no traced operation uses."""
-    indices = {index for op in traced.operations for index in op.refs} | set(traced.output.refs)
-    used = {name for index in indices for name in traced.state_names.get(index, ())}
+    used = used_state(traced)
     return tuple(name for name, _ in traced.model.named_parameters(remove_duplicate=False) if name not in used)
+
+
+def used_state(traced: TracedModel) -> set[str]:
+    """Return the names of parameters and buffers that traced operations use."""
+    indices = {index for op in traced.operations for index in op.refs} | set(traced.output.refs)
+    return {name for index in indices for name in traced.state_names.get(index, ())}
 
 
 # Modules that others refer to in a list or an object, without having registered them.

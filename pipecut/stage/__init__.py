@@ -21,14 +21,13 @@ from .dtensor import local_part as local_part
 from .dtensor import place_like as place_like
 from .dtensor import placement_of as placement_of
 from .dtensor import ready_to_send as ready_to_send
-from .examples import check_gradients as check_gradients
-from .examples import tensors_of as tensors_of
 from .materialize import CheckpointLike as CheckpointLike
 from .materialize import InitFunction as InitFunction
 from .materialize import Values as Values
 from .materialize import empty_weights as empty_weights
 from .materialize import materialize as materialize
 from .materialize import save_stage as save_stage
+from .microbatch import BatchDims as BatchDims
 from .microbatch import ChunkSpec as ChunkSpec
 from .microbatch import CustomReducer as CustomReducer
 from .microbatch import LossReducer as LossReducer
@@ -39,6 +38,7 @@ from .microbatch import TensorChunkSpec as TensorChunkSpec
 from .microbatch import batch_dims as batch_dims
 from .microbatch import check_merge_spec as check_merge_spec
 from .microbatch import cut_rows as cut_rows
+from .microbatch import even_sizes as even_sizes
 from .microbatch import match_specs as match_specs
 from .microbatch import merge_chunks as merge_chunks
 from .microbatch import open_value as open_value
@@ -47,6 +47,13 @@ from .microbatch import split_by_dims as split_by_dims
 from .microbatch import split_by_specs as split_by_specs
 from .microbatch import split_tensor as split_tensor
 from .microbatch import sum_reducer as sum_reducer
+from .origin import CallVariants as CallVariants
+from .origin import StageOrigin as StageOrigin
+from .origin import check_gradients as check_gradients
+from .origin import check_has_memory as check_has_memory
+from .origin import held_elsewhere as held_elsewhere
+from .origin import names_without_memory as names_without_memory
+from .origin import tensors_of as tensors_of
 from .randomness import Generators as Generators
 from .randomness import RandomStream as RandomStream
 from .randomness import StepSeeds as StepSeeds

@@ -63,17 +63,6 @@ class MeshLayout(NamedTuple):
         key = MeshKey.of(tensor.device_mesh)
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tuple(tensor.placements), key)
 
-    @property
-    def of_gradient(self) -> MeshLayout:
-        """The layout in which the gradient is sent: that of the value, with partial sums replicated.
-
-        These are the placements that torch promises for the gradient of `DTensor.from_local`.
-        """
-        from torch.distributed.tensor import Replicate
-
-        placements = [Replicate() if placement.is_partial() else placement for placement in self.placements]
-        return self._replace(placements=tuple(placements))
-
     def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return the DTensor of which this rank has a local part."""
         from torch.distributed.tensor import DTensor
@@ -101,10 +90,24 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def place_like(on_mesh: MeshLayout, tensor: Any) -> Tensor:
-    """Redistribute a DTensor on its mesh to the placements of a layout."""
-    alike = tuple(tensor.placements) == on_mesh.placements
-    placed: Tensor = tensor if alike else tensor.redistribute(placements=on_mesh.placements)
-    return placed
+    """Redistribute a DTensor on its mesh to the placements of a layout.
+
+    torch makes no partial sum of what is not one: there the first rank of the dim holds all of it, and the others
+    hold zeros.
+    """
+    from torch.distributed.tensor import Replicate
+
+    wanted = on_mesh.placements
+    pairs = list(zip(tensor.placements, wanted, strict=True))
+    new = [dim for dim, (is_, wants) in enumerate(pairs) if wants.is_partial() and is_ != wants]
+    step = [Replicate() if dim in new else wants for dim, wants in enumerate(wanted)]
+    if tuple(tensor.placements) != tuple(step):
+        tensor = tensor.redistribute(placements=step)
+    if not new:
+        return tensor  # type: ignore[no-any-return]
+    local, mesh = local_part(tensor), tensor.device_mesh
+    holds_it = all(mesh.get_local_rank(dim) == 0 for dim in new)
+    return on_mesh.whole(local if holds_it else torch.zeros_like(local), mesh)
 
 
 def ready_to_send(tensor: Tensor) -> Tensor:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import GroupSizeError, InputError, PipeError, StageMetadataError
-from ..pipe_ir import Edge, PipeInfo, TensorSpec, flatten, map_leaves
-from ..text import listed
+from ..errors import InputError, PipeError, StageMetadataError
+from ..pipe_ir import Edge, ForwardOf, PipeInfo, TensorSpec, flatten, map_leaves
+from ..text import counted, listed
 from ..torch_internals import WRITE_TO_LEAF, part_types, trainable_parameters
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
-from .examples import Examples
+from .origin import CallVariants, Examples, StageOrigin, check_group, check_has_memory, check_place
 from .replica import Replica, replica_of, wrapped_parts
 
 _WeightRunner = Callable[[], None]
@@ -67,13 +69,13 @@ class PipelineStage:
         get_mesh: Callable[..., Any] | None = None,
         *,
         pipe_info: PipeInfo | None = None,
+        variants: CallVariants | None = None,
     ) -> None:
-        _check_place(submodule, stage_index, num_stages)
+        check_place(submodule, stage_index, num_stages)
         given = (input_args, output_args, input_grads, output_grads)
         examples = Examples(*given)
         if any(each is not None for each in given):
             examples = examples.checked(stage_index, num_stages)
-        _check_has_memory(submodule, stage_index, torch.device(device))
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -83,20 +85,34 @@ class PipelineStage:
         self.input_args: tuple[Any, ...] | None = examples.input_args
         self.output_args: tuple[Any, ...] | None = examples.output_args
         self.group = group
-        _check_group(self.group_size, num_stages)
+        check_group(self.group_size, num_stages)
         self.dw_builder = dw_builder
         self.meshes = Meshes(stage_index, get_mesh)
         for each in given:
             if each is not None:
                 self.meshes.add_from(flatten(each)[0])
         self.pipe_info = pipe_info
+        self.origin: StageOrigin | None = None  # of a stage that Pipe.build_stage has made
         self.ports: _Ports | None = None if pipe_info is None else _ports_of(pipe_info, stage_index)
+        # Not the pipe itself, which has the whole model.
+        self._variants = None if variants is None else weakref.ref(variants)
+        self.variant = 0  # the form of calls that it runs
+        self._which: tuple[ForwardOf, ...] = ()
+        self._known_variants = {0: (self.pipe_info, self.ports)}
+        self._parts = {} if variants is None else variants.parts_of(submodule, stage_index)
         self.find_wrappers()
         self.flights: dict[int, Flight] = {}
         self.weights = StageWeights(())
         self._writes_inputs = False  # True once the module was seen to write to its inputs in place
-        self.submod.to(self.device)
-        self.begin_step()
+        self._place_module()
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.submod.parameters())
+        kind = "" if self.pipe_info is None else f" of a traced {self.pipe_info.call.model_name}"
+        return (
+            f"{type(self).__name__}(stage {self.stage_index} of {self.num_stages}{kind}: "
+            f"{type(self.submod).__name__}, {counted(count, 'parameter')}, on {self.device})"
+        )
 
     @property
     def group_rank(self) -> int:
@@ -107,6 +123,37 @@ class PipelineStage:
     def group_size(self) -> int:
         """The number of ranks in the group; 1 without torch.distributed."""
         return dist.get_world_size(self.group) if is_initialized() else 1
+
+    def _place_module(self) -> None:
+        """Move the module to the device of the stage, and collect its parameters."""
+        check_has_memory(self.submod, self.stage_index, self.device)
+        self.submod.to(self.device)
+        self.begin_step()
+
+    @property
+    def variants(self) -> CallVariants | None:
+        """The forms of calls that the model was traced for; None for a stage whose pipe is gone."""
+        return None if self._variants is None else self._variants()
+
+    @property
+    def has_lost_its_pipe(self) -> bool:
+        """True for a stage of a pipe that nobody has kept."""
+        return self._variants is not None and self._variants() is None
+
+    def use_variant(self, number: int) -> None:
+        """Get ready for calls of a form that the model was traced for: 0 is that of the example."""
+        if number == self.variant:
+            return
+        if number not in self._known_variants:
+            variants = self.variants
+            assert variants is not None  # the variant was made just now
+            variants.install(number, self.stage_index, self._parts, self.device)
+            info = variants.info(number)
+            self._known_variants[number] = (info, _ports_of(info, self.stage_index))
+            self._part_types = part_types(self.submod)  # which it changes
+        self.variant = number
+        self.pipe_info, self.ports = self._known_variants[number]
+        self._which = (ForwardOf(number),) if number else ()
 
     def find_wrappers(self) -> None:
         """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
@@ -123,6 +170,21 @@ class PipelineStage:
                 "fully_shard, or taken out of it, after its schedule was made: wrap it first, and then make the "
                 "schedule"
             )
+
+    def with_module(self, module: nn.Module) -> PipelineStage:
+        """Return a stage like this one that runs another module."""
+        other = copy.copy(self)
+        other.submod = module
+        other.origin = None
+        other._parts = dict(module.named_modules(remove_duplicate=False))
+        other._known_variants = {0: self._known_variants[0]}
+        other.variant, other._which = 0, ()
+        other.pipe_info, other.ports = self._known_variants[0]
+        other.flights = {}
+        other.weights = StageWeights(())
+        other.find_wrappers()
+        other.begin_step()
+        return other
 
     def begin_step(self, *, splits_backward: bool = True) -> None:
         """Collect the trainable parameters before the step builds any graph.
@@ -153,12 +215,12 @@ class PipelineStage:
         """
         if not self._writes_inputs:
             try:
-                return self.submod(*inputs, **kwargs)
+                return self.submod(*self._which, *inputs, **kwargs)
             except RuntimeError as error:
                 if WRITE_TO_LEAF not in str(error):
                     raise
         copies, named = map_leaves(_copied, (tuple(inputs), dict(kwargs)))
-        result = self.submod(*copies, **named)
+        result = self.submod(*self._which, *copies, **named)
         if not self._writes_inputs:
             self._writes_inputs = True
             warnings.warn(
@@ -249,14 +311,35 @@ def build_stage(
     pipe_info: PipeInfo,
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
+    variants: CallVariants | None = None,
 ) -> PipelineStage:
-    """Make a stage of a traced model, from its module and the PipeInfo."""
-    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group, pipe_info=pipe_info)
+    """Make a stage of a traced model, from its module and the PipeInfo; `variants` are those of its pipe."""
+    total = pipe_info.num_stages
+    return PipelineStage(stage_module, stage_index, total, device, group=group, pipe_info=pipe_info, variants=variants)
 
 
 def is_initialized() -> bool:
     """Return True if torch.distributed has been set up in this process."""
     return dist.is_available() and dist.is_initialized()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf else value
+
+
+def _roots_of(
+    flight: Flight, output_grads: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the tensors at which the backward starts, the loss or outputs with a gradient, and their gradients."""
+    if flight.loss is not None:
+        return ([flight.loss], [output_grads[0]]) if flight.loss.requires_grad else ([], [])
+    outputs: list[Tensor] = []
+    grads: list[Tensor | None] = []
+    for output, grad in zip(flight.outputs, output_grads, strict=True):
+        if grad is not None and output.requires_grad:
+            outputs.append(output)
+            grads.append(grad)
+    return outputs, grads
 
 
 @dataclass(frozen=True)
@@ -320,60 +403,6 @@ def _items(info: PipeInfo, source: int, target: int) -> tuple[Item, ...]:
         )
         for edge in _edges(info, source, target)
     )
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf else value
-
-
-def _roots_of(
-    flight: Flight, output_grads: Sequence[Tensor | None]
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return the tensors at which the backward starts, the loss or outputs with a gradient, and their gradients."""
-    if flight.loss is not None:
-        return ([flight.loss], [output_grads[0]]) if flight.loss.requires_grad else ([], [])
-    outputs: list[Tensor] = []
-    grads: list[Tensor | None] = []
-    for output, grad in zip(flight.outputs, output_grads, strict=True):
-        if grad is not None and output.requires_grad:
-            outputs.append(output)
-            grads.append(grad)
-    return outputs, grads
-
-
-def _check_place(submodule: object, stage_index: int, num_stages: int) -> None:
-    if not isinstance(submodule, nn.Module):
-        raise InputError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
-    for name, value in (("stage_index", stage_index), ("num_stages", num_stages)):
-        if not isinstance(value, SupportsIndex):
-            raise InputError(f"{name} must be an integer, got {value!r} ({type(value).__name__}): give an int")
-    if not 0 <= stage_index < num_stages:
-        raise InputError(
-            f"stage_index={stage_index} does not fit num_stages={num_stages}: stages are 0 to {num_stages - 1}"
-        )
-
-
-def _check_has_memory(module: nn.Module, index: int, device: torch.device) -> None:
-    """Raise on a stage on the meta device that is to run somewhere else."""
-    if device.type == "meta":
-        return
-    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    empty = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    if empty:
-        raise PipeError(
-            f"stage {index} has no values, only shapes (on the meta device): {listed(empty, 5)}. Give "
-            f"them with pipe.build_stage({index}, device, init=function), where the function is called with each "
-            f"module to initialise it, or with pipe.build_stage({index}, device, checkpoint=path). For a stage cut by "
-            "hand: module.to_empty(device=device), then load_state_dict"
-        )
-
-
-def _check_group(size: int, num_stages: int) -> None:
-    if size > num_stages:
-        raise GroupSizeError(
-            f"Pipeline group size {size} cannot be larger than number of stages {num_stages}: every rank of the group "
-            f"has a stage. Pass the group of its ranks as group=, or cut the model into at least {size} stages"
-        )
 
 
 def _sample_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from .autograd import hooks_registered as hooks_registered
 from .autograd import is_only_hook as is_only_hook
 from .autograd import is_packed as is_packed
 from .autograd import is_python_node as is_python_node
+from .autograd import packing_hooks as packing_hooks
 from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
@@ -23,6 +24,7 @@ from .distributed import abort_connections as abort_connections
 from .distributed import average_static_graph as average_static_graph
 from .distributed import averaged_parameters as averaged_parameters
 from .distributed import fsdp_mesh_infos as fsdp_mesh_infos
+from .distributed import group_timeout as group_timeout
 from .distributed import hold_static_graph as hold_static_graph
 from .distributed import hook_based_options as hook_based_options
 from .distributed import mark_ready as mark_ready
@@ -41,6 +43,8 @@ from .modules import add_each_ as add_each_
 from .modules import backward_hooks as backward_hooks
 from .modules import buffers_of as buffers_of
 from .modules import children_of as children_of
+from .modules import default_generators as default_generators
+from .modules import fake_mode_with_numbers as fake_mode_with_numbers
 from .modules import forward_hooks as forward_hooks
 from .modules import is_compiled as is_compiled
 from .modules import is_compiled_whole as is_compiled_whole
@@ -54,11 +58,16 @@ from .modules import trainable_parameters as trainable_parameters
 from .modules import unsaved_buffers as unsaved_buffers
 from .modules import version_of as version_of
 from .patches import intercepted_checkpoints as intercepted_checkpoints
+from .patches import intercepted_differentiation as intercepted_differentiation
 from .patches import intercepted_functions as intercepted_functions
 from .patches import parameters_prepared as parameters_prepared
-from .patches import replaced as replaced
+from .patches import reported_hooks as reported_hooks
+from .patches import seen_as_export as seen_as_export
 from .patches import sizes_of_one_traced as sizes_of_one_traced
+from .patches import stand_ins_reported as stand_ins_reported
 from .patches import tensors_not_copied as tensors_not_copied
+from .patches import torch_functions_off as torch_functions_off
+from .patches import without_modes as without_modes
 from .tracing import ENTER_AUTOCAST as ENTER_AUTOCAST
 from .tracing import ENTER_VMAP as ENTER_VMAP
 from .tracing import EXIT_AUTOCAST as EXIT_AUTOCAST
@@ -69,6 +78,8 @@ from .tracing import assume as assume
 from .tracing import is_composite as is_composite
 from .tracing import is_higher_order as is_higher_order
 from .tracing import is_overload as is_overload
+from .tracing import is_transforming as is_transforming
+from .tracing import let_go as let_go
 from .tracing import makes_higher_order as makes_higher_order
 from .tracing import overload_name as overload_name
 from .tracing import python_text as python_text
@@ -76,4 +87,6 @@ from .tracing import pytree as pytree
 from .tracing import schema_of as schema_of
 from .tracing import symbol_source as symbol_source
 from .tracing import traced_operator as traced_operator
+from .tracing import unwrapped as unwrapped
 from .tracing import watch_size_decisions as watch_size_decisions
+from .tracing import wraps_for_vmap as wraps_for_vmap

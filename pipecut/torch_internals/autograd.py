@@ -6,7 +6,7 @@ and its entry to the engine does more than a small stage can afford.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -98,3 +98,8 @@ def is_only_hook(handle: RemovableHandle) -> bool:
 def profiler_is_on() -> bool:
     """Return True while a profiler records. The public context managers report only their own state."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def packing_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost `saved_tensors_hooks` that are active, None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,12 @@ LOST_CONNECTION = ("Connection closed", "Connection reset", "pair closure", "Bro
 def abort_connections(group: dist.ProcessGroup, device: torch.device) -> None:
     """Break the connections of a group's backend for a device, so that nobody waits at them."""
     group._get_backend(device).abort()
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long the backend of a group for a device waits for other ranks; public torch only sets it."""
+    options: Any = group._get_backend(device).options
+    return cast(timedelta, options._timeout)
 
 
 def number_of_groups() -> int:

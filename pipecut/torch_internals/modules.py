@@ -153,6 +153,20 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def fake_mode_with_numbers() -> FakeTensorMode:
+    """Return a mode for tensors without memory whose sizes are plain numbers, apart from those that depend on data."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return the generators that random operations draw from by default, of all devices that have been used."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    home = torch.get_device_module(accelerator) if accelerator is not None else None
+    return [torch.default_generator, *getattr(home, "default_generators", ())]
+
+
 def make_subclass(cls: type[_T], data: Tensor, requires_grad: bool) -> _T:
     """Return a tensor of a class over the memory of another; no `__init__` or `__new__` of the class runs.
 

@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad
+import torch.autograd.graph
 import torch.fx.experimental._config as symbolic_config
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function
+from torch.utils.hooks import RemovableHandle
 
 
 @contextlib.contextmanager
@@ -107,6 +111,34 @@ def intercepted_checkpoints(on_checkpoint: Callable[..., Iterator[None]]) -> Ite
 
 
 @contextlib.contextmanager
+def intercepted_differentiation(on_start: Callable[[], None]) -> Iterator[None]:
+    """Call `on_start` before autograd runs, backward or forward, whoever asks for it.
+
+    `torch.autograd.grad`, `backward()` and the transforms of torch.func all come through these functions; no hook or
+    mode says that an operation is part of a backward.
+    """
+
+    def reporting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            on_start()
+            return run(*args, **kwargs)
+
+        return reported
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in _DIFFERENTIATES:
+            stack.enter_context(replaced(owner, name, reporting(getattr(owner, name))))
+        yield
+
+
+_DIFFERENTIATES = (
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.autograd.forward_ad, "enter_dual_level"),
+)
+
+
+@contextlib.contextmanager
 def tensors_not_copied() -> Iterator[None]:
     """Let `copy.deepcopy` keep all tensors that it meets, wherever they are."""
     with contextlib.ExitStack() as stack:
@@ -132,3 +164,59 @@ def parameters_prepared(prepare: Callable[[nn.Parameter], None]) -> Iterator[Non
 def sizes_of_one_traced() -> contextlib.AbstractContextManager[Any]:
     """Trace the sizes 0 and 1 as sizes like others: by default torch.export fixes them."""
     return symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
+
+
+@contextlib.contextmanager
+def stand_ins_reported(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with each fake tensor and symbolic number that is made; there is no list of those that are alive."""
+    make, start = FakeTensor.__new__, torch.SymInt.__init__
+
+    def make_and_report(cls: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
+        made = make(cls, *args, **kwargs)
+        note(made)
+        return made
+
+    def start_and_report(number: torch.SymInt, *args: Any) -> None:
+        start(number, *args)  # type: ignore[no-untyped-call]
+        note(number)
+
+    with (
+        replaced(FakeTensor, "__new__", staticmethod(make_and_report)),
+        replaced(torch.SymInt, "__init__", start_and_report),
+    ):
+        yield
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Run operators for real, past all dispatch modes; public modes can only be added."""
+    return torch._C._DisableTorchDispatch()
+
+
+@contextlib.contextmanager
+def seen_as_export() -> Iterator[None]:
+    """Let code that asks `torch.compiler.is_exporting()` or `is_compiling()` do what it does under torch.export."""
+    with contextlib.ExitStack() as stack:
+        for name in ("_is_compiling_flag", "_is_exporting_flag"):
+            stack.enter_context(replaced(torch.compiler, name, True))
+        yield
+
+
+@contextlib.contextmanager
+def reported_hooks(on_hook: Callable[[Any], None]) -> Iterator[None]:
+    """Call `on_hook` with the dict of each hook that is put on a tensor, a node of autograd or a module.
+
+    All ways to do so, in Python and in C++, make a handle with which the hook can be taken away.
+    """
+    init = RemovableHandle.__init__
+
+    def report(handle: RemovableHandle, hooks_dict: Any, **options: Any) -> None:
+        init(handle, hooks_dict, **options)
+        on_hook(hooks_dict)
+
+    with replaced(RemovableHandle, "__init__", report):
+        yield
+
+
+def torch_functions_off() -> contextlib.AbstractContextManager[None]:
+    """Keep modes of torch functions from seeing what happens in a block: the public switch is that of a subclass."""
+    return torch._C.DisableTorchFunction()

@@ -78,6 +78,20 @@ def watch_size_decisions(
     shape_env.evaluate_sym_node = decide_and_report
 
 
+def is_transforming() -> bool:
+    """Return True inside a transform of torch.func, whose tensors are wrappers without memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def let_go(shape_env: Any) -> None:
+    """End the reports of a ShapeEnv whose trace is over, and drop the inputs that it knows.
+
+    torch keeps some environments alive: they are keys of caches of its own.
+    """
+    vars(shape_env).pop("evaluate_sym_node", None)
+    shape_env.tracked_fakes = None
+
+
 def assume(condition: Any) -> None:
     """Tell the tracer that a condition on sizes holds."""
     torch._check(condition)  # type: ignore[no-untyped-call]
@@ -131,3 +145,20 @@ def overload_name(operator: OpOverload) -> str:
 def is_composite(operator: OpOverload) -> bool:
     """Return True if an operator is implemented by other operators, which a dispatch mode sees in its place."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of all samples behind one of torch.vmap, whose memory cannot be asked for; others as they are.
+
+    >>> x = torch.ones(3)
+    >>> unwrapped(x) is x
+    True
+    """
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def wraps_for_vmap(function: object) -> bool:
+    """Return True for a function with which torch.vmap wraps and unwraps tensors; only a trace shows them."""
+    return getattr(function, "__name__", "") in ("_add_batch_dim", "_remove_batch_dim")

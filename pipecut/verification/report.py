@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,18 @@ from ..errors import InputError, PipeError
 from ..pipe_ir import flatten
 from ..text import counted, dtype_name, tensor_text
 
-_What = Literal["loss", "output", "gradient", "gradient norm", "input gradient", "buffer"]
+_What = Literal[
+    "loss",
+    "output",
+    "gradient",
+    "gradient norm",
+    "input gradient",
+    "buffer",
+    "weight",  # after a step of the optimizer
+    "second loss",
+    "second output",
+    "leak",  # of a tensor into a stage that does not hold it
+]
 
 MISSING = "missing: the uncut model has one"
 _EXTRA = "extra: the uncut model has none"
@@ -292,6 +303,25 @@ def largest(tensor: Tensor) -> float:
     values = plain(tensor).abs()
     finite = values[values.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def magnitudes_of(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the largest element of the gradients of each module's own parameters.
+
+    Some gradients are zero in exact arithmetic (the bias of attention's keys, a bias in front of a normalisation): the
+    computed ones are the rounding of numbers as large as the gradients beside them.
+    """
+    found: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            module = module_of(name)
+            found[module] = max(found.get(module, 0.0), largest(gradient))
+    return found
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that a parameter belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _words(kind: str, leaves: int) -> str:

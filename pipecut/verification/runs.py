@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..pipe_ir import clone, flatten, map_leaves
+from ..pipe_ir import flatten, map_leaves
 from ..run import PlannedSchedule
 from ..text import shape_text
 from .stages import BufferPlace, Call, PlannedStages
 
-Gradients = dict[str, Tensor | None]
+_Gradients = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class StepInputs:
         args, kwargs, target = map_leaves(copy_of, (tuple(self.call[0]), dict(self.call[1]), self.target))
         return StepInputs((args, kwargs), target, self.loss_fn, self.loss_kwargs)
 
-    def input_gradients(self) -> Gradients:
+    def input_gradients(self) -> _Gradients:
         """Return the gradients of the arguments that require one, after a run."""
         leaves, structure = flatten({"args": self.call[0], **self.call[1]})
         paths = ["".join((path[0][2:-2], *path[1:])) for path in structure.paths()]
@@ -58,26 +61,25 @@ class StepResult:
 
     output: Any
     loss: float | None
-    input_gradients: Gradients
+    input_gradients: _Gradients
     buffers: dict[str, Tensor]
-    gradients: Gradients = field(default_factory=dict)
+    gradients: _Gradients = field(default_factory=dict)
     updated: tuple[str, ...] = ()
 
 
 def run_uncut(model: nn.Module, inputs: StepInputs, select_output: Callable[[Any], Any]) -> StepResult:
-    """Run one step of a copy of the model that shares its tensors: attributes that the forward sets are the copy's.
+    """Run one step of the model.
 
     `select_output` returns the part of the model's result that the last stage returns.
     """
-    copy = clone(model)
-    before = _buffers_of(copy)
+    before = _buffers_of(model)
     args, kwargs = inputs.call
     with torch.set_grad_enabled(inputs.loss_fn is not None):
-        output = select_output(copy(*args, **kwargs))
+        output = select_output(model(*args, **kwargs))
         loss = None if inputs.loss_fn is None else _loss(inputs, output)
     if loss is not None and loss.requires_grad:
         torch.autograd.backward([loss])
-    after = _buffers_of(copy)
+    after = _buffers_of(model)
     return StepResult(
         map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output, holders=True),
         None if loss is None else float(loss.detach()),
@@ -100,18 +102,26 @@ def _loss(inputs: StepInputs, output: Any) -> Tensor:
         raise InputError(
             f"loss_fn returned {kind} for the uncut model; it must return one number, a tensor without dims"
         )
-    if not bool(loss.isfinite()):
-        raise InputError(f"the loss of the uncut model is {float(loss.detach())}: there is nothing to compare with")
     return loss
 
 
-def run_cut(
-    stages: PlannedStages, inputs: StepInputs, options: Mapping[str, Any], buffers: Mapping[BufferPlace, str]
-) -> StepResult:
-    """Run one step of the stages by the plan, with the other ranks. The gradients are in their parameters."""
+def check_finite(uncut: StepResult) -> None:
+    """Raise if the loss of the uncut model is not a number."""
+    if uncut.loss is not None and not math.isfinite(uncut.loss):
+        raise InputError(f"the loss of the uncut model is {uncut.loss}: there is nothing to compare with")
+
+
+def schedule_of(stages: PlannedStages, inputs: StepInputs, options: Mapping[str, Any]) -> PlannedSchedule:
+    """Return the schedule that runs the stages."""
     # In one process, with one microbatch, the stages then draw what the uncut model draws.
     options = {"random_numbers": "per_process", **options}
-    schedule = PlannedSchedule(stages.stages, stages.plan, inputs.loss_fn, **options)
+    return PlannedSchedule(stages.stages, stages.plan, inputs.loss_fn, **options)
+
+
+def run_cut(
+    schedule: PlannedSchedule, stages: PlannedStages, inputs: StepInputs, buffers: Mapping[BufferPlace, str]
+) -> StepResult:
+    """Run one step of the stages by the plan, with the other ranks. The gradients are in their parameters."""
     args, kwargs = inputs.call
     if inputs.loss_fn is None:
         output, loss = schedule.eval(*args, **kwargs), None
@@ -124,12 +134,18 @@ def run_cut(
 
 
 class SavedState:
-    """Gradients, buffers and random numbers of some modules, to reset before each run and to restore afterwards."""
+    """_Gradients, buffers and random numbers of some modules, to reset before each run and to restore afterwards.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    With `weights`, the values of parameters too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, weights: bool = False) -> None:
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
         parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
         self._gradients = {id(parameter): (parameter, parameter.grad) for parameter in parameters}
+        self._weights = [
+            (parameter, parameter.detach().clone()) for parameter, _ in self._gradients.values() if weights
+        ]
         self._buffers = [
             (part, name, buffer, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)
         ]
@@ -138,6 +154,7 @@ class SavedState:
             {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str
         )
         self._random = self._random_states()
+        self._python_random, self._numpy_random = random.getstate(), numpy.random.get_state()
 
     def begin(self) -> None:
         """Start a run: no gradients, everything else as saved."""
@@ -157,8 +174,13 @@ class SavedState:
 
     @torch.no_grad()
     def _reset(self) -> None:
+        for parameter, value in self._weights:
+            if not torch.equal(parameter, value):
+                parameter.copy_(value)
         for part, name, buffer, value in self._buffers:
             setattr(part, name, buffer.copy_(value))
+        random.setstate(self._python_random)
+        numpy.random.set_state(self._numpy_random)
         torch.set_rng_state(self._random[0])
         for device, state in zip(self._devices, self._random[1:], strict=True):
             _generators_of(device).set_rng_state(state, device)

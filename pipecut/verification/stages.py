@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +113,11 @@ def _plan(
         )
     microbatches = request.microbatches
     if microbatches is None:
-        info = given.info() if isinstance(given, Pipe) else stages[0].pipe_info
-        whole = cut_by_hand(*call, 1, request.specs) if info is None else cut_traced(info.call, *call, 1, request.specs)
-        microbatches = min(whole.samples[0], 2 * ranks)
+        variants = given.variants if isinstance(given, Pipe) else stages[0].variants
+        info = stages[0].pipe_info if variants is None else variants.info(variants.number_for(*call))
+        cut = cut_by_hand if info is None else functools.partial(cut_traced, info.call)
+        calls = cut(*call, 2 * ranks, request.specs, fewer=True)
+        microbatches = 1 if calls.made.sizes is None else len(calls.samples)
     return plan_for(name, ranks=ranks, chunks=total // ranks, microbatches=microbatches)
 
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..pipe import Pipe
-from ..pipe_ir import flatten
+from ..pipe_ir import clone, flatten
 from ..run import digest, exchange
 from ..schedule import Plan
 from ..text import listed
 from ..torch_internals import BatchNorm
+from .isolated import obstacle_to_isolation, run_isolated
 from .report import (
     MISSING,
     Difference,
@@ -28,11 +29,12 @@ from .report import (
     compare_numbers,
     compare_tensors,
     compare_values,
-    largest,
+    magnitudes_of,
+    module_of,
     plain,
     tolerance_for,
 )
-from .runs import Gradients, SavedState, StepInputs, StepResult, run_cut, run_uncut
+from .runs import SavedState, StepInputs, StepResult, check_finite, run_cut, run_uncut, schedule_of
 from .stages import (
     HeldParameter,
     Naming,
@@ -59,6 +61,7 @@ def verify(
     *,
     kwargs: Mapping[str, Any] | None = None,
     check: bool = True,
+    isolated: bool = True,
     names: Naming | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
     **schedule_options: Any,
@@ -73,6 +76,14 @@ def verify(
 
     The stages are those of a Pipe, or PipelineStages that hold the model's parameters, or copies of them under the
     same names; for other names pass `names`, a function of (stage index, name in the stage) to the name in the model.
+
+    In one process every stage gets memory of its own, as on a rank of its own (`isolated=False`: all share that of the
+    model): copies of its parameters and buffers, and of the lists, dicts, attributes, closures and variables that its
+    hooks, its classes and loss_fn lead to. Both train for a step of gradient descent, and the weights and a second step
+    are compared too, so that what drifts apart shows. A parameter that gets a gradient in a stage that does not hold it
+    is listed as a leak, and notes say what stages share past the values that are sent. It takes memory for the model
+    twice, and once more for each stage that has a way to all of it. Not seen is what goes through objects that are
+    written in C, installed packages or files.
 
     All ranks of the schedule run in this process. Where torch.distributed is initialised (under torchrun, or in
     `launch`), every rank calls this with the same model and batch and its own stages, or the same Pipe; the result
@@ -99,24 +110,83 @@ def verify(
     if loss_fn is not None and not stages.plan.training:
         raise InputError(f"{stages.plan.name} has no backward pass: leave out loss_fn, and the outputs are compared")
     held = _prepare_on_all_ranks(stages, model, inputs, lambda: match_parameters(stages.stages, model, names))
-    state = SavedState([model, *(stage.submod for stage in stages.stages)])
-    try:
-        state.begin()
-        uncut = run_uncut(model, inputs.copied(), stages.stages[0].select_output)
-        is_random = state.drew_random_numbers()
-        state.begin()
-        cut = run_cut(stages, inputs.copied(), schedule_options, match_buffers(stages.stages, model))
-        tolerance = tolerance_for(_dtypes(model, uncut.output), stages.stages[0].device.type, rtol, atol)
-        found = _compare_steps(stages, cut, uncut, held, tolerance)
-    finally:
-        state.restore()
-    differences = by_badness(_all_differences(_gather(found, stages), uncut, tolerance))
-    step = _ComparedSteps(stages, model, cut, uncut, is_random, schedule_options.get("scale_grads", True))
+    isolates = isolated and loss_fn is not None and not stages.is_distributed
+    obstacle = obstacle_to_isolation(stages.stages) if isolates else ""
+    run = _run_isolated if isolates and not obstacle else _run_together
+    step = run(stages, model, inputs, schedule_options, held, (rtol, atol))
+    everywhere = _all_differences(_gather(step.found, step.stages), step.uncut, step.tolerance)
+    differences = by_badness([*everywhere, *step.later])
     notes = _notes_on(step, is_wrong=any(not difference.ok for difference in differences))
-    verification = Verification(_title(model, stages), differences, notes, str(tolerance))
+    if obstacle:
+        notes = (*notes, f"all stages were in one memory, and not as on separate ranks: {obstacle}")
+    verification = Verification(_title(model, stages, step), differences, notes, str(step.tolerance))
     if check:
         verification.raise_if_wrong()
     return verification
+
+
+def _run_together(
+    stages: PlannedStages,
+    model: nn.Module,
+    inputs: StepInputs,
+    options: Mapping[str, Any],
+    held: Sequence[HeldParameter],
+    limits: _Limits,
+) -> _ComparedSteps:
+    """Run one step of each: stages on ranks of their own, or all of them in the memory of this process."""
+    state = SavedState([model, *(stage.submod for stage in stages.stages)])
+    try:
+        state.begin()
+        # A copy that shares the model's tensors: attributes that the forward sets are the copy's.
+        uncut = run_uncut(clone(model), inputs.copied(), stages.stages[0].select_output)
+        check_finite(uncut)
+        is_random = state.drew_random_numbers()
+        state.begin()
+        schedule = schedule_of(stages, inputs, options)
+        cut = run_cut(schedule, stages, inputs.copied(), match_buffers(stages.stages, model))
+        tolerance = _tolerance(model, uncut, stages, limits)
+        found = _compare_steps(stages, cut, uncut, held, tolerance)
+    finally:
+        state.restore()
+    return _ComparedSteps(stages, model, cut, uncut, is_random, options.get("scale_grads", True), tolerance, found)
+
+
+def _run_isolated(
+    stages: PlannedStages,
+    model: nn.Module,
+    inputs: StepInputs,
+    options: Mapping[str, Any],
+    held: Sequence[HeldParameter],
+    limits: _Limits,
+) -> _ComparedSteps:
+    """Run two steps of each, with an optimizer, and every stage in memory of its own."""
+
+    def tolerance_of(uncut: StepResult) -> Tolerance:
+        return _tolerance(model, uncut, stages, limits)
+
+    steps, found = run_isolated(stages, model, inputs, options, held, tolerance_of, _compare_steps)
+    scaled = options.get("scale_grads", True)
+    tolerance = tolerance_of(steps.uncut)
+    return _ComparedSteps(
+        steps.stages,
+        model,
+        steps.cut,
+        steps.uncut,
+        steps.is_random,
+        scaled,
+        tolerance,
+        found,
+        steps.differences,
+        steps.suspects,
+        is_isolated=True,
+    )
+
+
+_Limits = tuple[float | None, float | None]  # rtol, atol
+
+
+def _tolerance(model: nn.Module, uncut: StepResult, stages: PlannedStages, limits: _Limits) -> Tolerance:
+    return tolerance_for(_dtypes(model, uncut.output), stages.stages[0].device.type, *limits)
 
 
 def _check(model: object, args: object, loss_fn: object, target: object) -> None:
@@ -140,10 +210,11 @@ def _dtypes(model: nn.Module, output: Any) -> set[torch.dtype]:
     return {tensor.dtype for tensor in (*model.parameters(), *leaves) if isinstance(tensor, Tensor)}
 
 
-def _title(model: nn.Module, stages: PlannedStages) -> str:
+def _title(model: nn.Module, stages: PlannedStages, step: _ComparedSteps) -> str:
     plan = stages.plan
+    where = "in one process, every stage in memory of its own" if step.is_isolated else "in one process"
     sizes = f"stages={plan.stages}, ranks={plan.ranks}, microbatches={plan.microbatches}"
-    return f"{type(model).__name__} by {plan.name} with {sizes}{'' if stages.is_distributed else ', in one process'}"
+    return f"{type(model).__name__} by {plan.name} with {sizes}{'' if stages.is_distributed else f', {where}'}"
 
 
 # The differences that one process finds, together with those of the other ranks.
@@ -187,29 +258,11 @@ def _compare_steps(
 def _gradient_differences(
     parameters: Sequence[HeldParameter], uncut: StepResult, tolerance: Tolerance
 ) -> Iterator[Difference]:
-    measures = _magnitudes(uncut.gradients)
+    measures = magnitudes_of(uncut.gradients)
     for held in parameters:
-        magnitude = measures.get(_module_of(held.name), 0.0)
+        magnitude = measures.get(module_of(held.name), 0.0)
         gradient = uncut.gradients[held.name]
         yield from compare_gradients(held.name, held.parameter.grad, gradient, tolerance, magnitude, held.stage)
-
-
-def _magnitudes(gradients: Gradients) -> dict[str, float]:
-    """Return the largest element of the gradients of each module's own parameters.
-
-    Some gradients are zero in exact arithmetic (the bias of attention's keys, a bias in front of a normalisation): the
-    computed ones are the rounding of numbers as large as the gradients beside them.
-    """
-    found: dict[str, float] = {}
-    for name, gradient in gradients.items():
-        if gradient is not None:
-            module = _module_of(name)
-            found[module] = max(found.get(module, 0.0), largest(gradient))
-    return found
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _gather(own: _RankDifferences, stages: PlannedStages) -> list[_RankDifferences]:
@@ -284,11 +337,16 @@ class _ComparedSteps:
     uncut: StepResult
     is_random: bool  # the uncut model drew random numbers
     scales_gradients: bool
+    tolerance: Tolerance
+    found: _RankDifferences  # in the first step
+    later: tuple[Difference, ...] = ()  # with memories apart: leaks, and differences after the first step
+    suspects: tuple[str, ...] = ()
+    is_isolated: bool = False
 
 
 def _notes_on(step: _ComparedSteps, *, is_wrong: bool) -> tuple[str, ...]:
     """Return what a reader of the report should know."""
-    reasons = [*_reasons_to_differ(step), *(_sum_of_losses(step) if is_wrong else ())]
+    reasons = [*_reasons_to_differ(step), *((*_sum_of_losses(step), *step.suspects) if is_wrong else ())]
     if is_wrong and not reasons and step.stages.plan.microbatches > 1 and not step.stages.is_distributed:
         reasons.append(
             "with n_microbatches=1 the stages see the whole batch: if they agree then, the model or the loss does more "

@@ -40,8 +40,6 @@ def test_attributes_of_a_schedule() -> None:
         ("_stages", [], "those stages"),
         ("_stage", None, "that stage"),
         ("_has_backward", False, r"loss_fn=, or call eval\(\) for forwards only"),
-        ("_args_chunk_spec", (schedules.TensorChunkSpec(1),), "args_chunk_spec="),
-        ("_kwargs_chunk_spec", {"x": schedules.TensorChunkSpec(1)}, "kwargs_chunk_spec="),
         ("_output_merge_spec", schedules.TensorChunkSpec(1), "output_merge_spec="),
     ],
 )
@@ -90,7 +88,7 @@ def test_attributes_of_a_stage() -> None:
         ("inputs_meta", "shapes follow from the sizes of each step"),
         ("backward_state", "what a backward has left is in stage.flights"),
         ("forward_maybe_with_nosync", "put what it does into the forward of the stage's module"),
-        ("backward_maybe_with_nosync", "put what it does into hooks of the module"),
+        ("backward_maybe_with_nosync", "gradients are reduced once a step by the executor"),
         ("_retrieve_recv_activations", "what is sent and received is the work of the schedule's executor"),
         ("_retrieve_recv_grads", "what is sent and received is the work of the schedule's executor"),
         ("_map_tensor_from_recv_info", "what is sent and received is the work of the schedule's executor"),

@@ -183,6 +183,73 @@ def test_declared_tensors_on_ranks(two_ranks: Ranks) -> None:
     assert "stage 0 was made with input_args float32[3, 4], and has float32[2, 4] in a microbatch" in message
 
 
+class Shaped(nn.Module):
+    """A layer whose output can be made another one from outside, and the gradient of its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.becomes = lambda output: output
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.becomes(self.layer(x) if bias is None else self.layer(x) + bias)
+
+
+def test_the_first_step_declares_shapes_and_dtypes_if_asked() -> None:
+    """They were checked against `input_args` and `output_args` only, which frameworks leave out."""
+    module, x = Shaped(), torch.ones(4, 4)
+    stage = PipelineStage(module, 0, 1, "cpu")
+    schedule = schedules.ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())
+    schedule.step(torch.ones(6, 4), target=torch.ones(6, 4))  # is not looked at: nothing was asked for yet
+    stage._runtime_validate = True
+    for _ in range(2):
+        schedule.step(x, target=x, bias=x)
+    told = (
+        r"Stage 0 forward inputs.0.: shape mismatch: microbatch 0 has float32.4, 4., and had float32.2, 4. in the first"
+    )
+    fails(PipeliningMetadataError, told, lambda: schedule.step(x.repeat(2, 1), target=x.repeat(2, 1)))
+    told = "forward keyword inputs.0.: dtype mismatch: microbatch 0 has float64.2, 4., and had float32.2, 4."
+    fails(PipeliningMetadataError, told, lambda: schedule.step(x, target=x, bias=x.double()))
+    module.becomes = lambda output: output.double()
+    told = "forward outputs.0.: dtype mismatch: microbatch 0 has float64.2, 4., and had float32.2, 4. in the first step"
+    fails(PipeliningMetadataError, told, lambda: schedule.step(x, target=x, bias=x))
+    stage._runtime_validate = False
+    schedule.step(x, target=x, bias=x)
+
+
+def test_the_first_step_declares_gradients_if_asked() -> None:
+    stages = [PipelineStage(Shaped(), index, 2, "cpu") for index in range(2)]
+    schedule = schedules.ScheduleGPipe(stages, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 4)
+    stages[0]._runtime_validate = True
+    schedule.step(x, target=x)
+    flight = stages[0].forward(0, [x[:2]], {}, training=True)
+    assert len(flight.outputs) == 1
+    told = "Stage 0 backward output_grads.0.: shape mismatch: microbatch 0 has float32.3, 4., and had float32.2, 4."
+    fails(PipeliningMetadataError, told, lambda: stages[0].backward(0, [torch.ones(3, 4)], weights=True))
+
+
+def later_shapes_on_ranks(rank: int) -> tuple[bool, str]:
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, "cpu")
+    stage._runtime_validate = True
+    schedule = schedules.Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        schedule.step(*((torch.ones(8, 4),) if rank == 0 else ()), target=torch.ones(8, 4) if rank else None)
+    with pytest.raises(RuntimeError) as caught:
+        schedule.step(*((torch.ones(4, 4),) if rank == 0 else ()), target=torch.ones(4, 4) if rank else None)
+    return isinstance(caught.value, PipeliningMetadataError), str(caught.value)
+
+
+@pytest.mark.distributed
+def test_shapes_of_later_steps_on_ranks(two_ranks: Ranks) -> None:
+    (own, message), (_, told) = two_ranks.run(later_shapes_on_ranks)
+    two_ranks.close()
+    assert own
+    assert message == told
+    assert "rank 0 failed before its first action" in message
+    assert "Stage 0 forward inputs[0]: shape mismatch: microbatch 0 has float32[2, 4], and had float32[4, 4]" in message
+
+
 def no_target_on_ranks(rank: int) -> str:
     schedule = schedules.Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
     with pytest.raises(RuntimeError) as caught:

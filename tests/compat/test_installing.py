@@ -68,6 +68,7 @@ def test_new_processes_get_it_too_and_not_after(environment: None, tmp_path: Pat
     assert run("-c", WHOSE) == "torch.distributed.pipelining.schedules"
 
 
+@pytest.mark.slow
 def test_scripts_and_modules_run_that_way(environment: None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys; {WHOSE}; print(__name__, sys.argv[1:])")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
+import pipecut
 from pipecut.compat import PipelineStage, schedules
 from pipecut.compat.microbatch import (
     TensorChunkSpec,
@@ -19,6 +20,8 @@ from pipecut.compat.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from pipecut.errors import PipeError
+from pipecut.stage import split_args_kwargs_into_chunks as own_split
+from tests.support.ranks import Ranks
 
 BY_ROWS = TensorChunkSpec(0)
 X = torch.arange(8.0).reshape(2, 4)
@@ -90,3 +93,67 @@ def test_as_many_specs_as_arguments() -> None:
 
 def test_too_few_samples_of_one_tensor() -> None:
     fails(AssertionError, "2 samples cannot be cut into 3 microbatches", _split_tensor, X, BY_ROWS, 3)
+
+
+class Table(nn.Module):
+    """A layer that looks a value up in a table of its own microbatch, and takes keywords that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None, **options: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y if table is None else y + table.sum(0)
+
+
+def test_arguments_with_other_numbers_of_rows_are_cut_by_themselves() -> None:
+    """As upstream does: each argument into the number of microbatches. pipecut's own functions refuse."""
+    table, unused = torch.arange(24.0).reshape(6, 4), torch.arange(5.0)
+    args, kwargs = split_args_kwargs_into_chunks((X.repeat(4, 1), table), {"unused": unused}, 4)
+    assert [[len(each) for each in part] for part in args] == [[2, 2], [2, 2], [2, 1], [2, 1]]
+    assert [each["unused"].tolist() for each in kwargs] == [[0.0, 1.0], [2.0], [3.0], [4.0]]
+    few, _ = split_args_kwargs_into_chunks((X.repeat(4, 1), torch.arange(3)), None, 4)
+    assert [[len(each) for each in part] for part in few] == [[3, 1], [3, 1], [2, 1]]
+    with pytest.raises(PipeError, match="do not have the same number of samples"):
+        own_split((X.repeat(4, 1), table), None, 4)
+
+
+@pytest.mark.upstream
+def test_upstream_cuts_arguments_with_other_numbers_of_rows_in_the_same_way() -> None:
+    from torch.distributed.pipelining import microbatch as upstream
+
+    for rows in (8, 6, 3):
+        call = ((X.repeat(4, 1), torch.arange(rows)), {"unused": torch.arange(5.0)}, 4)
+        torch.testing.assert_close(split_args_kwargs_into_chunks(*call), upstream.split_args_kwargs_into_chunks(*call))
+
+
+def test_a_step_cuts_arguments_with_other_numbers_of_rows() -> None:
+    torch.manual_seed(0)
+    model, x, table = Table(), torch.randn(8, 4), torch.randn(6, 4)
+    schedule = schedules.ScheduleGPipe(PipelineStage(model, 0, 1, "cpu"), 2, nn.functional.mse_loss)
+    for extra in ({}, {"unused": torch.arange(7)}):
+        output = schedule.step(x, table, target=x, **extra)
+        wanted = torch.cat([model(x[:4], table[:3]), model(x[4:], table[3:])])
+        torch.testing.assert_close(output, wanted.detach())
+    own = pipecut.ScheduleGPipe([pipecut.PipelineStage(model, 0, 1, "cpu")], 2, nn.functional.mse_loss)
+    fails(ValueError, "do not have the same number of samples", lambda: own.step(x, table, target=x))
+    fails(ValueError, "do not have the same number of samples", lambda: schedule.step(x, table[:1], target=x))
+
+
+def with_other_rows(rank: int) -> None:
+    """The keywords of each rank have rows of their own."""
+    torch.manual_seed(0)
+    model, x, table = nn.ModuleList([Table(), Table()]), torch.randn(8, 4), torch.randn(6, 4)
+    schedule = schedules.Schedule1F1B(PipelineStage(model[rank], rank, 2, "cpu"), 2, nn.functional.mse_loss)
+    schedule.step(*((x,) if rank == 0 else ()), target=x if rank else None, table=table, unused=torch.arange(5))
+    halves = [model[1](model[0](part, half), half) for part, half in zip(x.split(4), table.split(3), strict=True)]
+    found = [parameter.grad for parameter in model[rank].parameters()]
+    model.zero_grad()
+    nn.functional.mse_loss(torch.cat(halves), x).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model[rank].parameters()])
+
+
+@pytest.mark.distributed
+def test_keywords_with_other_numbers_of_rows_on_ranks(two_ranks: Ranks) -> None:
+    two_ranks.run(with_other_rows)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from pipecut.compat import PipelineStage
 from pipecut.compat import schedules as ours
 from pipecut.compat._schedule_visualizer import get_schedule_ops
 from pipecut.schedule.placement import Placement
@@ -185,3 +188,73 @@ def test_a_simulation_without_messages_does_not_go_on() -> None:
         ours._simulate_comms_compute(order(["0F0 0B0", "1F0 1B0"]), lambda stage: stage, 2)
     with pytest.raises(ValueError, match="Unsupported action type UNSHARD"):
         ours._simulate_comms_compute(order(["0UNSHARD 0F0 0B0"]), lambda stage: stage, 1)
+
+
+OLD = ["0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1F1 1W0 1B1 1W1"]
+OLD_WITH_MESSAGES = [
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0W0 0RECV_B1 0B1 0W1",
+    "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1W0 1B1 1SEND_B1 1W1",
+]
+
+
+def test_a_b_that_a_w_follows_goes_through_all_passes() -> None:
+    """Orders were once written with B for the input gradients alone, which `_add_send_recv` refused."""
+    given = order(OLD)
+    lowered = ours._add_send_recv(given, lambda stage: stage, 2)
+    assert texts(lowered) == texts(order(OLD_WITH_MESSAGES))
+    assert texts(ours._simulate_comms_compute(lowered, lambda stage: stage, 2)[0])[:5] == [
+        "0F0", "0SEND_F0", "0F1", "0SEND_F1", "None"
+    ]  # fmt: skip
+    assert texts(ours._defer_recv_ops(lowered, lambda stage: stage)[0]) == texts(order(OLD_WITH_MESSAGES)[0])
+    assert ours._validate_schedule(given, 2, 2, 2) == {0: 0, 1: 1}
+    for row in given.values():
+        assert texts(ours._merge_bw(row)) == texts(row)
+        assert [text for text in texts(ours._add_unshard_reshard(row)) if "SHARD" not in text] == texts(row)
+    assert texts(ours._add_reduce_grad(given[0], 4))[-2:] == ["0W1", "0REDUCE_GRAD"]
+
+
+@pytest.mark.upstream
+def test_upstreams_passes_over_the_old_notation_give_the_same() -> None:
+    from torch.distributed.pipelining import schedules as upstream
+
+    given = {rank: [upstream._Action.from_str(text) for text in row.split(" ")] for rank, row in enumerate(OLD)}
+    lowered = upstream._add_send_recv(given, lambda stage: stage, 2)
+    assert texts(lowered) == texts(order(OLD_WITH_MESSAGES))
+    slots = upstream._simulate_comms_compute(lowered, lambda stage: stage, 2)
+    assert texts(slots) == texts(ours._simulate_comms_compute(order(OLD_WITH_MESSAGES), lambda stage: stage, 2))
+
+
+@pytest.mark.parametrize("rows", [OLD, OLD_WITH_MESSAGES])
+def test_a_b_that_a_w_follows_runs_as_an_i(rows: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    stages = [PipelineStage(module, index, 2, "cpu") for index, module in enumerate(model)]
+    schedule = ours._PipelineScheduleRuntime(stages, 2, nn.functional.mse_loss)
+    schedule._prepare_schedule_with_comms(order(rows), "compute_only" if rows is OLD else "compute_comms")
+    schedule.step(x, target=y)
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+    if rows is OLD:
+        assert texts(schedule.pipeline_order_with_comms)[1][-3:] == ["1W1", "1REDUCE_GRAD", "1RESHARD"]
+
+
+def test_faults_across_ranks_are_found_though_each_rank_is_in_order() -> None:
+    with pytest.raises(AssertionError, match="The schedule cannot run:"):
+        ours._validate_schedule(order(["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]), 2, 2, 2)
+    for rows in (["0F0 0B0 0B0", "1F0 1B0"], ["0F0 0B0 1F0", "1B0"], ["0F0 0B0", "1F0 1B0 1W0 1W0"], ["0F3 0B3", ""]):
+        with pytest.raises(AssertionError, match=r"\d[FBW]\d|microbatch|stage"):
+            ours._validate_schedule(order(rows), 2, 2, 1)
+
+
+def test_what_the_tables_do_not_know_is_named() -> None:
+    with pytest.raises(AssertionError, match="Rank 1 has 2F0: the stages are 0 to 1, on ranks 0, 1"):
+        ours._add_send_recv(order(["0F0", "2F0"]), lambda stage: stage, 2)
+    with pytest.raises(AssertionError, match="Rank 0 has 0F0: the stages are 0 to 1, on ranks 0. Add what is missing"):
+        ours._add_send_recv(order(["0F0"]), lambda stage: stage, 2)
+    with pytest.raises(ValueError, match="2F0 is of no stage: there are 2"):
+        ours._simulate_comms_compute(order(["0F0", "2F0"]), lambda stage: stage, 2)
+    with pytest.raises(AssertionError, match="Rank 1 receives what nothing on it uses: 1RECV_F0"):
+        ours._defer_recv_ops(order(["0F0 0SEND_F0", "1RECV_F0"]), lambda stage: stage)

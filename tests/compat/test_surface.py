@@ -223,3 +223,33 @@ def test_compat_does_not_import_upstream() -> None:
         assert not [name for name in sys.modules if name.startswith("torch.distributed.pipelining")]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+# Names of upstream's modules that are left out on purpose: (module, name) -> the reason.
+LEFT_OUT: dict[tuple[str, str], str] = {}
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("module", [name for name in SURFACE if name])
+def test_every_name_of_upstreams_module_is_in_ours(module: str) -> None:
+    """A framework took BlockMask from `microbatch`, where upstream merely imports it."""
+    theirs = importlib.import_module(f"torch.distributed.pipelining.{module}")
+    ours = importlib.import_module(f"pipecut.compat.{module}")
+    names = {name for name in vars(theirs) if not name.startswith("__")}
+    missing = {name for name in names if not hasattr(ours, name) and (module, name) not in LEFT_OUT}
+    assert not missing
+    for name in names:
+        value = vars(theirs)[name]
+        origin = getattr(value, "__module__", None) or (value.__name__ if inspect.ismodule(value) else None)
+        if isinstance(origin, str) and not origin.startswith("torch.distributed.pipelining"):
+            assert getattr(ours, name) is value or not is_imported(value), name
+
+
+def is_imported(value: object) -> bool:
+    """True for what a module has by an import, False for an alias or a constant of its own."""
+    return inspect.ismodule(value) or inspect.isclass(value) or inspect.isfunction(value)
+
+
+def test_a_name_that_is_nowhere_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'pipecut.compat.microbatch' has no attribute 'nowhere'"):
+        importlib.import_module("pipecut.compat.microbatch").nowhere  # noqa: B018

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from pipecut.launcher import pool as pool_module
 from pipecut.launcher import rank as rank_module
 from pipecut.launcher.pool import RankPool
 from pipecut.launcher.rank import Outcome
+from pipecut.torch_internals import group_timeout
 from tests.support.limits import WORK
 
 pytestmark = pytest.mark.distributed
@@ -275,6 +277,17 @@ def test_a_timeout_tells_where_every_rank_was() -> None:
     assert "in wait_for_ever" in second
 
 
+def test_the_group_of_a_launch_has_a_timeout() -> None:
+    """A collective that a rank waited in alone held up the launch for half an hour."""
+
+    def how_long() -> float:
+        assert dist.group.WORLD is not None
+        return group_timeout(dist.group.WORLD, torch.device("cpu")).total_seconds()
+
+    assert launch(how_long, 1, timeout=WORK) == [600]
+    assert launch(how_long, 1, timeout=WORK, group_timeout=77) == [77]
+
+
 def test_a_launch_has_a_timeout() -> None:
     with pytest.raises(LaunchError, match=r"had not returned on ranks 0, 1 after 0\.1 s, and all ranks were stopped"):
         launch(lambda: time.sleep(10 * WORK), 2, timeout=0.1)
@@ -398,6 +411,7 @@ def script(directory: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     done = run(script(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -457,6 +471,8 @@ def test_another_number_of_ranks_than_there_are_is_refused(monkeypatch: pytest.M
         ((print, 0), {}, "ranks must be an integer of at least 1, got 0"),
         ((print, True), {}, "ranks must be an integer of at least 1, got True"),
         ((print, 2), {"timeout": 0}, "timeout must be a number of seconds above 0, or None, got 0"),
+        ((print, 2), {"group_timeout": None}, "group_timeout must be a number of seconds above 0, got None"),
+        ((print, 2), {"group_timeout": math.inf}, "group_timeout must be a number of seconds above 0, got inf"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:

@@ -56,7 +56,13 @@ INPUTS = "\n  inputs: x [3, 5, 4], more['mask'] [3, 5]"
 REFUSED: list[tuple[Any, str]] = [
     (
         ["x"],
-        'dynamic must be a dict from inputs to the names of their dims, such as {"x": {0: "batch"}}; got list',
+        'dynamic must be "auto", or a dict from inputs to the names of their dims, such as {"x": {0: "batch"}}; got '
+        "list",
+    ),
+    (
+        "all",
+        'dynamic must be "auto", or a dict from inputs to the names of their dims, such as {"x": {0: "batch"}}; got '
+        "'all'",
     ),
     (
         {"xx": {1: "seq"}},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import TraceError, pipeline
+from pipecut import SplitError, SplitPoint, TraceError, pipeline
 from pipecut.pipe_ir.tracing.run import FoldCertainRandomBranches
 
 
@@ -44,17 +47,17 @@ def test_only_single_random_numbers_are_known() -> None:
 
 
 class DropsLayers(nn.Module):
-    def __init__(self, probability: float) -> None:
+    def __init__(self, probability: float, draw: Callable[[], Any] = lambda: torch.rand([])) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-        self.probability = probability
+        self.probability, self.draw = probability, draw
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.training and torch.rand([]) < self.probability:
+            if self.training and self.draw() < self.probability:
                 continue
             x = layer(x)
-        return x
+        return x * 2
 
 
 def test_a_model_with_layer_dropout_that_is_off() -> None:
@@ -63,5 +66,26 @@ def test_a_model_with_layer_dropout_that_is_off() -> None:
 
 
 def test_a_model_with_layer_dropout_that_is_on() -> None:
-    with pytest.raises(TraceError, match=r"torch.rand\(\[\]\) < self.probability"):
+    with pytest.raises(TraceError, match=r"self.draw\(\) < self.probability"):
         pipeline(DropsLayers(0.1), (torch.randn(4, 3),), num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: torch.rand([]), r".*: if self.training and self.draw\(\) < self.probability"),
+        (lambda: random.randint(0, 0), "those of Python's random"),
+        (lambda: np.random.rand(), "those of numpy.random"),
+    ],
+    ids=["torch", "python", "numpy"],
+)
+def test_where_every_layer_was_dropped_the_error_says_so(draw: Callable[[], Any], name: str) -> None:
+    """The error said that the model has too few modules, or that a container is never called."""
+    model, x = DropsLayers(100.0, draw), torch.randn(4, 3)
+    left_out = (
+        rf"'layers.0', .* of DropsLayers did not run, .* random numbers \({name}.*has left them out; set its prob"
+    )
+    with pytest.raises(SplitError, match=f"2 stages were asked for(.|\n)*{left_out}"):
+        pipeline(model, (x,), num_stages=2)
+    with pytest.raises(SplitError, match=f"'layers.2', which did not run.*{left_out}"):
+        pipeline(model, (x,), split_spec={"layers.2": SplitPoint.BEGINNING})

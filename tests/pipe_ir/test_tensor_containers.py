@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import Schedule1F1B, SplitPoint, TraceError, pipeline
+from pipecut import PipeError, Schedule1F1B, SplitPoint, TraceError, pipeline
 from pipecut.pipe_ir.structure import flatten, is_tensor_holder, unflatten
 
 
@@ -181,3 +181,35 @@ def test_an_object_from_a_module_that_cannot_be_traced() -> None:
     pipe = pipeline(model, (torch.ones(2, 3),), split_spec={"last": SplitPoint.BEGINNING}, tracer="fx")
     x = torch.randn(4, 3)
     torch.testing.assert_close(pipe(x)["cache"].layers[0].keys, model(x)["cache"].layers[0].keys)
+
+
+class TakesCache(nn.Module):
+    """Attends to what is in its cache, and puts more into it, as a language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = self.a(x)
+        if cache is not None:
+            cache.layers.append(Layer(x))
+            x = x + torch.cat([layer.keys for layer in cache.layers if layer.keys is not None]).mean()
+        return self.b(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export", "fx"])
+def test_a_cache_among_the_inputs_is_refused_in_two_lines(tracer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run on the example filled the user's own cache, the next one failed on it, and torch printed a page about it.
+
+    What was in the cache became a constant of the trace.
+    """
+    model, x, empty = TakesCache(), torch.ones(3, 2), Cache()
+    for cache, why in (empty, "the forward puts tensors into"), (Cache(Layer(torch.ones(3, 2))), "holds tensors"):
+        before = list(cache.layers)
+        with pytest.raises(PipeError, match=f"^cache is a Cache, an object that {why}.*\\.\nLeave it out") as caught:
+            pipeline(model, (x, cache), num_stages=2, tracer=tracer)
+        assert len(str(caught.value).splitlines()) == 2
+        assert cache.layers == before
+    assert capfd.readouterr().err == ""
+    torch.testing.assert_close(pipeline(model, (x,), num_stages=2)(x), model(x))

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import pipecut
 from pipecut import PlanError, TrainingPlan
 from pipecut.errors import TooLittleMemoryError
-from pipecut.planning.candidate import Candidate, make_candidate
+from pipecut.planning.candidate import Candidate, _least_memory_cut, _RankMemory, make_candidate
 from pipecut.planning.choices import TRAINING, Choice
 from pipecut.planning.costs import StageCosts
-from pipecut.planning.memory import RankMemory, least_memory_cut
 from pipecut.schedule import simulate
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
@@ -124,14 +123,14 @@ def test_more_memory_never_fits_less(
 def test_no_cut_is_much_leaner_than_the_leanest(name: str, limits: tuple[float, float]) -> None:
     for recompute, schedule in itertools.product((False, True), ("GPipe", "1F1B", "ZB-H1", "ZB-H2", "ZBVZeroBubble")):
         plan = Choice(schedule, 4, 6, recompute).plan(2)
-        memory = RankMemory(plan, StageCosts(chain(name), recompute))
+        memory = _RankMemory(plan, StageCosts(chain(name), recompute))
 
-        def share(cuts: Any, memory: RankMemory = memory) -> float:
+        def share(cuts: Any, memory: _RankMemory = memory) -> float:
             return max(need / limit for need, limit in zip(memory.needs(cuts), limits, strict=True))
 
         count = memory.stages.blocks.count
         everywhere = [*itertools.combinations(range(1, count), plan.stages - 1)]
-        found = least_memory_cut(memory, limits, everywhere[0])
+        found = _least_memory_cut(memory, limits, everywhere[0])
         assert share(found) <= 1.01 * min(map(share, everywhere)), (schedule, recompute)
 
 
@@ -141,7 +140,7 @@ def test_memory_without_a_simulation_is_that_of_the_simulator(schedule: str, rec
     stages = StageCosts(chain("tied"), recompute)
     choice = Choice(schedule, 4, 8, recompute)
     candidate = make_candidate(choice, stages, 2, None, None)
-    memory = RankMemory(candidate.plan, stages)
+    memory = _RankMemory(candidate.plan, stages)
     cuts = stages.cuts_of(candidate.cut.plan)
     peaks = simulate(candidate.plan, candidate.report.costs).peak_memory
     assert memory.needs(cuts) == pytest.approx(

@@ -141,10 +141,11 @@ def test_no_target_and_no_loss() -> None:
     assert a_schedule(loss_fn=None).eval(x).shape == x.shape
 
 
-def test_too_few_samples() -> None:
-    x = torch.ones(2, WIDTH)
-    with pytest.raises(InputError, match="2 samples cannot be cut into 3 microbatches"):
-        a_schedule(microbatches=3).step(x, target=x)
+def test_no_samples() -> None:
+    x = torch.ones(0, WIDTH)
+    for run in (a_schedule(microbatches=3).step, a_schedule(microbatches=3).eval):
+        with pytest.raises(InputError, match=r"0 samples cannot be cut into 3 microbatches .*: pass at least 1$"):
+            run(x, target=x)
 
 
 def test_a_target_of_another_size() -> None:
@@ -286,3 +287,10 @@ def test_a_parameter_without_a_way_to_the_loss_gets_zeros() -> None:
     assert fork.used.weight.grad.abs().max() > 0
     assert fork.unused.weight.grad is not None
     assert not fork.unused.weight.grad.any()
+
+
+@pytest.mark.parametrize("timeout", [0, None, float("inf")])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+    with pytest.raises(InputError, match=f"timeout must be a number of seconds above 0, got {timeout}"):
+        Schedule1F1B(stage, 1, F.mse_loss, timeout=timeout)

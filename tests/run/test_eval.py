@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipecut import InputError, ScheduleForwardOnly, get_schedule_class, pipeline
+from pipecut import InputError, PipeWarning, ScheduleForwardOnly, get_schedule_class, pipeline
 from tests.support.models import (
     WIDTH,
     by_hand_model,
@@ -20,7 +20,27 @@ from tests.support.models import (
     tangled_problem,
     traced_stages,
 )
-from tests.support.training import Problem, assert_evaluates_as_uncut, assert_trains_as_uncut
+from tests.support.training import (
+    TIGHT,
+    Problem,
+    assert_evaluates_as_uncut,
+    assert_same_gradients,
+    assert_trains_as_uncut,
+    gradients_of,
+)
+
+
+class Tagger(nn.Module):
+    """A model that makes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
 
 SCHEDULES = ["GPipe", "Interleaved1F1B", "ZB-H2", "ZBVZeroBubble", "DualPipeV", "V-Min"]
 
@@ -95,3 +115,42 @@ def test_inference_mode_is_for_evaluation(traced: bool) -> None:
     with torch.no_grad():  # which a step puts aside
         schedule.step(*problem.args, target=problem.target)
     assert_trains_as_uncut(schedule, problem)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("traced", [True, False])
+def test_fewer_samples_than_microbatches(name: str, traced: bool) -> None:
+    """The last batch of a data loader had 3 samples for 4 microbatches, and ended the job after its last step."""
+    ranks = 4 if name == "1F1B" else 2
+    by_hand = by_hand_model(4)
+    pipe = tangled_pipe(4)
+    stages = traced_stages(pipe) if traced else stages_by_hand(by_hand)
+    make, model = (tangled_problem, pipe.traced.model) if traced else (by_hand_problem, by_hand)
+    schedule = get_schedule_class(name)(stages, 4, make(model, 4).loss_fn, ranks=ranks)  # type: ignore[arg-type]
+    assert_trains_as_uncut(schedule, make(model, 6))
+    for samples in (3, 1, 2):
+        assert_evaluates_as_uncut(schedule, make(model, samples))
+    with pytest.warns(PipeWarning, match="the batch has 3 samples, and the schedule 4 microbatches: the step runs 3"):
+        assert_trains_as_uncut(schedule, make(model, 3))
+    assert_trains_as_uncut(schedule, make(model, 1), times=2)  # without another warning
+    assert_trains_as_uncut(schedule, make(model, 5))
+
+
+def test_fewer_microbatches_of_a_model_with_its_own_loss() -> None:
+    """The first step finds out whether there is a loss with the microbatches that it has."""
+    model = Tagger().double()
+    batch = {"x": torch.randn(7, WIDTH, dtype=torch.float64), "labels": torch.arange(7) % 5}
+    pipe = pipeline(model, (), batch, num_stages=2)
+    schedule = get_schedule_class("1F1B")(traced_stages(pipe), 4)  # type: ignore[arg-type]
+    few = {name: value[:2] for name, value in batch.items()}
+    with pytest.warns(PipeWarning, match="the batch has 2 samples"):
+        output = schedule.step(**few)
+    expected = model(**few)
+    torch.testing.assert_close(output["loss"], expected["loss"].detach())
+    actual = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    expected["loss"].backward()
+    assert_same_gradients(actual, gradients_of(model), TIGHT)
+    losses: list[torch.Tensor] = []
+    torch.testing.assert_close(schedule.eval(**few, losses=losses)["logits"], expected["logits"].detach())
+    assert len(losses) == 2

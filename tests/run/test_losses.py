@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipecut import InputError, PipeError, PlannedSchedule, get_schedule_class
+from pipecut import InputError, PipeError, PlannedSchedule, StepError, get_schedule_class
 from pipecut.schedule import plan_for
 from tests.support.models import (
     WIDTH,
@@ -178,3 +178,46 @@ def test_a_loss_that_is_not_a_number_is_refused_unless_somebody_else_looks_after
     careless = get_schedule_class("1F1B")(stages, 2, F.mse_loss, check_loss=False)  # type: ignore[arg-type]
     careless.step(*problem.args, target=target)
     assert careless.mean_loss() != careless.mean_loss()
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    """Those of the microbatches before a NaN, or an interruption, stayed, and were added to by the next step."""
+    problem = chain_problem(2, samples=4)
+    target = problem.target * float("nan")
+    schedule = get_schedule_class("1F1B")(stages_of_chain(problem.model), 2, F.mse_loss)  # type: ignore[arg-type]
+    with pytest.raises(PipeError, match="the loss is NaN") as caught:
+        schedule.step(*problem.args, target=target)
+    assert "zero_grad" not in str(caught.value)
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+    schedule.step(*problem.args, target=problem.target)
+    with pytest.raises(StepError, match=r"the loss is NaN.* Gradients of earlier steps had been kept.*zero_grad"):
+        schedule.step(*problem.args, target=target)
+
+
+def test_an_interruption_stays_one_and_leaves_gradients_as_they_were() -> None:
+    problem = chain_problem(2, samples=4)
+    calls = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(output)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return F.mse_loss(output, target)
+
+    schedule = get_schedule_class("1F1B")(stages_of_chain(problem.model), 2, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        schedule.step(*problem.args, target=problem.target)
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+    schedule.step(*problem.args, target=problem.target)
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    problem = chain_problem(2, samples=4)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        schedule.eval(*problem.args)
+        return F.mse_loss(output, target)
+
+    schedule = get_schedule_class("1F1B")(stages_of_chain(problem.model), 2, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(StepError, match=r"eval\(\) was called while a step or an evaluation over the same ranks was"):
+        schedule.step(*problem.args, target=problem.target)

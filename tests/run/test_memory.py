@@ -45,7 +45,7 @@ def a_schedule(name: str, traced: bool) -> tuple[PipelineSchedule, Problem]:
 
 
 @pytest.mark.parametrize("traced", sampled([True, False], lambda traced: traced))
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", sampled(SCHEDULES, lambda name: name in ("1F1B", "ZB-H1", "DualPipeV")))
 def test_no_tensor_is_left_alive_and_none_sits_in_a_cycle(name: str, traced: bool) -> None:
     schedule, problem = a_schedule(name, traced)
 

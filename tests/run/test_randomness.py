@@ -237,3 +237,29 @@ def test_a_kind_of_random_numbers_that_there_is_not() -> None:
         "random_numbers='per_stages' is not known: it is one of 'per_stage', 'as_uncut', 'per_process'. "
         "Did you mean 'per_stage'?"
     )
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1"])
+def test_by_default_the_cut_makes_no_difference(name: str) -> None:
+    """The same seed gave other losses for another number of stages."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Dropout(0.3))]
+    model, x, y = nn.Sequential(*layers), torch.randn(6, 6), torch.randn(6, 6)
+    found = []
+    for count in (1, 2, 4):
+        pipe = pipeline(model, (x,), num_stages=count)
+        stages = [pipe.build_stage(index, "cpu") for index in range(count)]
+        schedule = PlannedSchedule(stages, plan_for(name, ranks=count, microbatches=3), F.mse_loss)
+        torch.manual_seed(7)
+        losses: list[list[Tensor]] = [[], []]
+        for each in losses:
+            schedule.step(x, target=y, losses=each)
+        found.append([loss.item() for each in losses for loss in each])
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 6
+
+
+def test_a_model_that_draws_nothing_sends_no_state() -> None:
+    pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)), (torch.ones(2, 4),), num_stages=2)
+    stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+    assert Schedule1F1B(stages, 2, F.mse_loss).random_numbers == "per_stage"

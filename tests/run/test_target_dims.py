@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import InputError, PipelineStage, Replicate, Schedule1F1B, TensorChunkSpec
-from pipecut.run.targets import cut_target
+from pipecut.run.calls import cut_target
 from tests.support.training import TIGHT, assert_same_gradients, gradients_of
 
 WORDS, LENGTH, SAMPLES = 11, 8, 4

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipecut import Pipe, Schedule1F1B, SplitPoint, TensorChunkSpec, pipeline
+from pipecut import Pipe, PipeWarning, Schedule1F1B, SplitPoint, TensorChunkSpec, pipeline
 from pipecut.errors import InputError
 from pipecut.run.schedule import PipelineSchedule
 from tests.support.training import Problem, assert_evaluates_as_uncut, assert_trains_as_uncut
@@ -96,10 +96,10 @@ class Rows(nn.Module):
         return self.b(self.middle(self.a(x), *others))
 
 
-def cut(middle: Callable[..., Tensor], *args: Tensor, dynamic: Any) -> tuple[Pipe, nn.Module]:
+def cut(middle: Callable[..., Tensor], *args: Tensor, dynamic: Any, tracer: Any = "auto") -> tuple[Pipe, nn.Module]:
     model = Rows(middle).double()
     args = tuple(arg.double() if arg.is_floating_point() else arg for arg in args)
-    return pipeline(model, args, split_spec={"b": SplitPoint.BEGINNING}, dynamic=dynamic), model
+    return pipeline(model, args, split_spec={"b": SplitPoint.BEGINNING}, dynamic=dynamic, tracer=tracer), model
 
 
 def test_a_batch_that_is_not_the_first_dim_is_cut_where_it_is() -> None:
@@ -187,8 +187,58 @@ def test_a_size_that_nobody_named_says_how_to_name_it() -> None:
         pipe(torch.ones(4, 6, 8).double())
     assert (
         "x has size 6 in dim 1; the trace holds for 5 only (it was fixed by the example: call pipeline() with "
-        "dynamic={'x': {1: 'a name'}})"
+        "dynamic={'x': {1: 'a name'}}, or with dynamic='auto', which finds all sizes that may change)"
     ) in str(caught.value)
+    pipe, model = cut(lambda h: h, torch.ones(4, 5, 8), dynamic="auto")
+    assert_serves(pipe, model, lambda b, s: (torch.randn(b, s, 8).double(),), [(4, 6)])
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+def test_all_sizes_that_the_code_leaves_free_are_found(batch: int) -> None:
+    """The sequence of one input is tied to that of another by the code; the width of a weight is fixed."""
+    model = Attention().double()
+    pipe = pipeline(model, text(batch, 5), num_stages=2, dynamic="auto")
+    specs = {entry.path: str(entry.spec) for entry in pipe.traced.inputs}
+    assert specs == dict.fromkeys(("ids", "mask", "labels"), "int64[batch, ids_dim1]")
+    assert_serves(pipe, model, text, SIZES)
+
+
+def test_what_the_code_fixes_is_no_reason_for_a_warning_if_nobody_named_it() -> None:
+    def unrolled(h: Tensor, rotations: Tensor, bias: Tensor) -> Tensor:
+        steps = [h[:, :, step] for step in range(h.shape[2])]
+        return torch.stack(steps, 2) * rotations[:, None] + bias
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = torch.ones(4, 5, 3, 8), torch.ones(5, 8), torch.ones(1, 3, 1)
+        pipe, model = cut(unrolled, *inputs, dynamic="auto")
+    specs = [str(entry.spec) for entry in pipe.traced.inputs]
+    # The first dim of the rotations is the length of the sequence, and no batch; a size of 1 is broadcast.
+    assert specs == ["float64[batch, x_dim1, 3, 8]", "float64[x_dim1, 8]", "float64[1, 3, 1]"]
+    bias = torch.ones(1, 3, 1).double()
+    make = lambda b, s: (torch.randn(b, s, 3, 8).double(), torch.randn(s, 8).double(), bias)  # noqa: E731
+    assert_serves(pipe, model, make, SIZES)
+    with pytest.raises(
+        InputError, match="x has size 4 in dim 2; the trace holds for 3 only .*fixed by the model's code"
+    ):
+        pipe(torch.ones(4, 5, 4, 8).double(), torch.ones(5, 8).double(), bias)
+
+
+def numbers_only(h: Tensor) -> Tensor:
+    if isinstance(h.shape[1], torch.SymInt):
+        raise RuntimeError("this needs a plain number")
+    return h * h.shape[1]
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_a_model_that_cannot_be_traced_with_all_sizes_symbolic(tracer: Any) -> None:
+    with pytest.warns(PipeWarning) as caught:
+        pipe, model = cut(numbers_only, torch.ones(4, 5, 8), dynamic="auto", tracer=tracer)
+    (warning,) = caught
+    assert "Rows cannot be traced with dynamic='auto' (RuntimeError: this needs a plain number" in str(warning.message)
+    assert "All sizes but the batch are those of the example: name the ones that change, " in str(warning.message)
+    assert str(pipe.traced.inputs[0].spec) == "float64[batch, 5, 8]"
+    assert_serves(pipe, model, lambda b, s: (torch.randn(b, 5, 8).double(),), [(6, 5)])
 
 
 def branches(h: Tensor) -> Tensor:
@@ -244,6 +294,22 @@ def test_any_word_can_be_the_name_of_a_size(name: str) -> None:
     )
     x = torch.randn(2, 3, 8).double()
     torch.testing.assert_close(pipe(x), model(x))
+
+
+class Pooled(nn.Module):
+    """A module that treats one row apart, as attention over one query that is expanded to the batch does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == 1 else x + x
+
+
+def test_an_example_of_one_row_that_a_whole_module_treats_apart_holds_for_all() -> None:
+    """A module that is not cut decides anew at each call; its decision kept the trace to batches of one row."""
+    model = nn.Sequential(nn.Linear(8, 8), Pooled(), nn.Linear(8, 8)).double()
+    pipe = pipeline(model, (torch.ones(1, 8).double(),), split_spec={"2": SplitPoint.BEGINNING})
+    for rows in (1, 4):
+        x = torch.randn(rows, 8).double()
+        torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_an_example_of_one_row_that_the_model_treats_apart_holds_for_one_row() -> None:

@@ -214,3 +214,20 @@ def test_a_batch_norm_that_two_stages_update_is_refused() -> None:
 def test_a_batch_norm_in_two_stages_is_refused_in_eval_mode_too_because_train_may_follow() -> None:
     with pytest.raises(SplitError, match=r"each stage would keep a copy of its own \(after train\(\), if not now\)"):
         pipeline(NormTwice().eval(), (torch.randn(3, 8),), split_spec={"a": BEGINNING})
+
+
+def test_a_parameter_is_called_a_parameter() -> None:
+    """One that the forward writes to was called a buffer."""
+
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.a.weight.clamp_(-0.1, 0.1)
+            return self.b(self.a(x)) @ self.a.weight  # type: ignore[no-any-return]
+
+    with pytest.raises(SplitError, match=r"parameter a\.weight is updated in forward and used by stages \[0, 1\]"):
+        pipeline(Clamps(), (torch.ones(2, 4),), split_spec={"b": SplitPoint.BEGINNING})

@@ -63,10 +63,12 @@ def test_python_values_are_arguments(args: tuple[Any, ...]) -> None:
         ((2, None, "sin", True), "flag was False when the model was traced.*got True"),
     ],
 )
-def test_other_python_values_than_those_traced_are_refused(args: tuple[Any, ...], fault: str) -> None:
-    pipe = pipeline(PythonValues(), (torch.randn(3, 8), 2, None, "sin"))
+def test_other_python_values_than_those_traced_are_traced_or_refused(args: tuple[Any, ...], fault: str) -> None:
+    model, x = PythonValues(), torch.randn(3, 8)
+    pipe = pipeline(model, (x, 2, None, "sin"))
+    torch.testing.assert_close(pipe(x, *args), model(x, *args))
     with pytest.raises(InputError, match=fault):
-        pipe(torch.randn(3, 8), *args)
+        dataclasses.replace(pipe, retrace=None)(x, *args)
 
 
 @dataclasses.dataclass

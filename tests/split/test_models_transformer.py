@@ -69,6 +69,7 @@ def test_an_encoder_decoder_uses_its_masks_in_later_stages(path: str) -> None:
     assert_equals_uncut(EncoderDecoder(), args, split_spec={path: BEGINNING}, expect_stages=2)
 
 
+@pytest.mark.slow
 def test_a_transformer_of_torch_is_cut_between_encoder_and_decoder() -> None:
     model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
     kwargs = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(4), "tgt_is_causal": True}

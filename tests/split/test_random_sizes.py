@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,6 +76,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return output.sum() * target.shape[0]
 
 
+def runs(model: nn.Module, size: Size) -> bool:
+    """Return True if the uncut model does: what is squeezed has fewer dims than some operations need."""
+    try:
+        model(*inputs(size))
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
 def check_step(pipe: Pipe, model: nn.Module, size: Size, microbatches: int, tally: Counter[str]) -> None:
     """A training step of one size: the gradients of the uncut model by microbatches, or a refusal that names a size."""
     stages = [pipe.build_stage(index, "cpu") for index in range(pipe.num_stages)]
@@ -83,13 +93,16 @@ def check_step(pipe: Pipe, model: nn.Module, size: Size, microbatches: int, tall
     args, rows = inputs(size), torch.arange(size[0])
     uncut = copy.deepcopy(model)
     try:
-        schedule.step(*args, target=rows)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the batch has .* the step runs|.* cut into microbatches together")
+            schedule.step(*args, target=rows)
     except InputError as error:
-        if not re.search(r"batch|seq|which has one row|weights': \{1: 'a name'\}", str(error)):
+        if not re.search(r"batch|seq|_dim1 = |which has one row|\{1: 'a name'\}|fixed by the model", str(error)):
             raise
         tally["refused"] += 1
         return
-    for part in zip(*(value.tensor_split(microbatches) for value in (*args, rows)), strict=True):
+    parts = min(size[0], microbatches)
+    for part in zip(*(value.tensor_split(parts) for value in (*args, rows)), strict=True):
         loss_of(uncut(*part[:2]), part[2]).backward()
     assert_same_gradients(gradients_of(model), gradients_of(uncut), 1e-9)
     tally["right"] += 1
@@ -105,20 +118,18 @@ def test_other_sizes_are_right_or_refused() -> None:
         sizes,
         st.lists(sizes, min_size=3, max_size=3),
         st.integers(1, 3),
-        st.sampled_from([{"x": {1: "seq"}, "weights": {1: "seq"}}, {"x": ("batch", "seq", None)}]),
+        st.sampled_from([{"x": {1: "seq"}, "weights": {1: "seq"}}, {"x": ("batch", "seq", None)}, "auto"]),
     )
-    def check(
-        names: list[str], example: Size, others: list[Size], microbatches: int, dynamic: dict[str, object]
-    ) -> None:
+    def check(names: list[str], example: Size, others: list[Size], microbatches: int, dynamic: object) -> None:
         torch.manual_seed(0)
         model = Sequences(names).double()
+        assume(runs(model, example))
         cut = {f"layers.{len(names) // 2}": SplitPoint.BEGINNING}
         pipe = pipeline(model, inputs(example), split_spec=cut, dynamic=dynamic)  # type: ignore[arg-type]
         x = inputs(example)
         torch.testing.assert_close(pipe(*x), model(*x))
         for size in others:
-            if size[0] >= microbatches:
-                check_step(pipe, model, size, microbatches, tally)
+            check_step(pipe, model, size, microbatches, tally)
 
     check()
     print(dict(tally))

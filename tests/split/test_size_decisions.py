@@ -127,6 +127,17 @@ def test_sizes_that_change_a_number_of_parts_are_right_or_refused(
             assert batch not in refused
 
 
+@pytest.mark.parametrize("number", [len, lambda x: sum(1.0 for _ in x), lambda x: int(x.shape[0])])
+def test_a_plain_number_that_was_one_in_the_example(number: Callable[[Tensor], float]) -> None:
+    """torch leaves a size symbolic that the code took as the number 1: every batch was taken to have one row."""
+    model = Three(lambda model, x, h: h * number(x))
+    pipe = pipeline(model, (torch.randn(1, 8),), split_spec=BEFORE_C)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 8)
+        actual = answer(pipe, x)
+        assert isinstance(actual, str) if batch > 1 else torch.equal(actual, model(x))  # type: ignore[arg-type]
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 3 if x.shape[0] > 2 else x

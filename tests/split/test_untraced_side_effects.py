@@ -72,11 +72,11 @@ def offloaded(x: Tensor) -> Tensor:
 every_forgotten = pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("register_hook", hooked),
+        ("a hook on a tensor or on its grad_fn", hooked),
         ("inference_mode", inferred),
         ("manual_seed", seeded),
         ("fork_rng", forked),
-        ("saved_tensors_hooks", packed),
+        ("hooks on saved tensors", packed),
         ("save_on_cpu", offloaded),
     ],
 )

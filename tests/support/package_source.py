@@ -63,15 +63,14 @@ class Source:
             return {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
         return {}
 
-    def attribute_uses(self) -> Iterator[tuple[int, str]]:
+    @cached_property
+    def attribute_uses(self) -> list[tuple[int, str]]:
         """Line and absolute name of every `a.b.c` that starts at an imported name."""
         names = {"torch": "torch"} | {entry.local: entry.name for entry in self.imports}
         attributes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
         inner = {id(node.value) for node in attributes}
-        for node in attributes:
-            root, *rest = _dotted(node)
-            if id(node) not in inner and root in names:
-                yield node.lineno, ".".join((names[root], *rest))
+        dotted = [(node.lineno, _dotted(node)) for node in attributes if id(node) not in inner]
+        return [(line, ".".join((names[root], *rest))) for line, (root, *rest) in dotted if root in names]
 
     @cached_property
     def definitions(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from pipecut.torch_internals import (
     is_only_hook,
     is_packed,
     is_python_node,
+    packing_hooks,
     profiler_is_on,
     run_backward,
     saved_value,
@@ -150,3 +151,15 @@ def test_a_write_to_a_leaf_is_told_in_these_words() -> None:
     for written in (leaf(2), leaf(2).view(2)):
         with pytest.raises(RuntimeError, match=WRITE_TO_LEAF):
             written.add_(1)
+
+
+def test_the_innermost_hooks_on_saved_tensors_are_known() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert packing_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = packing_hooks()
+        assert hooks is not None
+        assert hooks[0] is pack
+    assert packing_hooks() is None

@@ -24,6 +24,7 @@ from pipecut.torch_internals import (
     average_static_graph,
     averaged_parameters,
     fsdp_mesh_infos,
+    group_timeout,
     hold_static_graph,
     hook_based_options,
     mark_ready,
@@ -47,6 +48,12 @@ def test_a_wrapper_tells_what_it_averages() -> None:
     wrapper = DistributedDataParallel(module)
     assert averaged_parameters(wrapper) == 1
     assert set(hook_based_options(wrapper).values()) == {False}
+
+
+def test_a_group_tells_how_long_it_waits() -> None:
+    group = dist.new_group([0], timeout=timedelta(seconds=77))
+    assert isinstance(group, dist.ProcessGroup)
+    assert group_timeout(group, torch.device("cpu")) == timedelta(seconds=77)
 
 
 def test_a_reducer_can_be_told_that_gradients_are_there() -> None:

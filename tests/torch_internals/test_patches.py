@@ -9,16 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipecut.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
     intercepted_checkpoints,
+    intercepted_differentiation,
     intercepted_functions,
     parameters_prepared,
-    replaced,
+    reported_hooks,
+    seen_as_export,
     sizes_of_one_traced,
+    stand_ins_reported,
     tensors_not_copied,
+    torch_functions_off,
+    without_modes,
 )
+from pipecut.torch_internals.patches import replaced
 
 
 class Double(torch.autograd.Function):
@@ -125,3 +134,107 @@ def test_a_size_of_one_stays_symbolic() -> None:
         exported = torch.export.export(nn.ReLU(), (torch.ones(1, 2),), dynamic_shapes=dims, strict=False)
     (size, _) = next(node for node in exported.graph.nodes if node.op == "placeholder").meta["val"].shape
     assert isinstance(size, torch.SymInt)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_every_way_to_take_derivatives_is_intercepted() -> None:
+    x = torch.ones(2, requires_grad=True)
+    ways: list[Callable[[], Any]] = [
+        lambda: x.sum().backward(),  # type: ignore[no-untyped-call]
+        lambda: torch.autograd.grad(x.sum(), x),
+        lambda: torch.func.grad(torch.sum)(x),
+        lambda: torch.func.vjp(torch.sin, x)[1](x),
+        lambda: torch.func.jvp(torch.sin, (x,), (x,)),
+        lambda: torch.func.jacrev(torch.sin)(x),
+        lambda: torch.autograd.functional.hessian(torch.sum, x),
+    ]
+    for way in ways:
+        seen: list[None] = []
+        with intercepted_differentiation(lambda seen=seen: seen.append(None)):  # type: ignore[misc]
+            way()
+        assert seen
+        count = len(seen)
+        way()
+        assert len(seen) == count
+
+
+def test_fake_tensors_and_symbolic_sizes_are_reported_when_they_are_made() -> None:
+    made: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        made.clear()
+        made.append(x.shape[0])
+        return x + 1
+
+    class Entry(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x)
+
+    dynamic = {"x": {0: torch.export.Dim.AUTO}}
+    with stand_ins_reported(made.append):
+        torch.export.export(Entry(), (torch.ones(4, 2),), dynamic_shapes=dynamic, strict=False)
+    assert {type(each) for each in made} >= {FakeTensor, torch.SymInt}
+    made.clear()
+    with FakeTensorMode():
+        torch.ones(2)
+    assert made == []
+
+
+def test_operators_run_for_real_past_all_modes() -> None:
+    x = torch.ones(2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(x + 1, FakeTensor)
+        with without_modes():
+            assert (x + 1).tolist() == [2, 2]
+
+
+def test_code_in_the_block_thinks_that_it_is_exported() -> None:
+    with seen_as_export():
+        assert torch.compiler.is_exporting()
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+    assert not torch.compiler.is_compiling()
+
+
+def test_every_way_to_put_a_hook_on_something_is_reported() -> None:
+    leaf, layer = torch.ones(2, requires_grad=True), nn.Linear(2, 2)
+    y = leaf * 2
+    assert y.grad_fn is not None
+    ways: list[Callable[[], Any]] = [
+        lambda: y.register_hook(lambda gradient: None),
+        lambda: leaf.register_post_accumulate_grad_hook(lambda tensor: None),
+        lambda: y.grad_fn.register_hook(lambda into, out: None),  # type: ignore[union-attr]
+        lambda: y.grad_fn.register_prehook(lambda out: None),  # type: ignore[union-attr]
+        lambda: torch.autograd.graph.register_multi_grad_hook((y, leaf), lambda gradients: None),
+        lambda: layer.register_forward_hook(lambda module, args, result: None),
+    ]
+    for way in ways:
+        seen: list[Any] = []
+        with reported_hooks(seen.append):
+            way()
+        assert seen, way
+        assert way is not ways[-1] or seen == [layer._forward_hooks]
+    with reported_hooks(seen.append):
+        pass
+    before = len(seen)
+    y.register_hook(lambda gradient: None)
+    assert len(seen) == before
+
+
+def test_modes_do_not_see_what_happens_with_torch_functions_off() -> None:
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Seen() as seen:
+        with torch_functions_off():
+            _ = x + 1
+        assert seen.calls == 0
+        _ = x + 1
+    assert seen.calls == 1

@@ -21,6 +21,8 @@ from pipecut.torch_internals import (
     backward_hooks,
     buffers_of,
     children_of,
+    default_generators,
+    fake_mode_with_numbers,
     forward_hooks,
     is_compiled,
     is_compiled_whole,
@@ -174,3 +176,24 @@ def test_keys_of_a_parameter_dict_follow_its_parameters() -> None:
     assert sorted(parameters) == ["gone", "here"]
     keep_keys(parameters)
     assert [*parameters] == ["here"]
+
+
+def test_sizes_of_tensors_without_memory_are_numbers_unless_they_depend_on_data() -> None:
+    with fake_mode_with_numbers() as mode:
+        x = mode.from_tensor(torch.ones(3, 4))
+        assert type(x.sum(0).shape[0]) is int
+        assert isinstance(x.nonzero().shape[0], torch.SymInt)
+        assert (x + torch.ones(4)).shape == (3, 4)
+
+
+def test_random_operations_draw_from_the_default_generators_but_not_without_memory() -> None:
+    first = default_generators()[0]
+    first.manual_seed(7)
+    expected = torch.rand(2)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(2), expected)
+    assert first.initial_seed() == 7
+    before = first.get_state()
+    with fake_mode_with_numbers():
+        torch.rand(2)
+    assert torch.equal(first.get_state(), before)

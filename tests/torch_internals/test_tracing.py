@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 from pipecut.torch_internals import (
     ENTER_AUTOCAST,
@@ -21,12 +22,16 @@ from pipecut.torch_internals import (
     SET_GRAD_ENABLED,
     asks_for_plain_number,
     assume,
+    is_transforming,
+    let_go,
     makes_higher_order,
     python_text,
     pytree,
     symbol_source,
     traced_operator,
+    unwrapped,
     watch_size_decisions,
+    wraps_for_vmap,
 )
 
 
@@ -151,3 +156,58 @@ def test_registered_containers_are_flattened() -> None:
 @pytest.fixture(autouse=True)
 def _quiet(recwarn: pytest.WarningsRecorder) -> None:
     """torch.export warns of attributes that a forward assigns."""
+
+
+def test_the_inside_of_a_transform_is_known() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(is_transforming())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.vmap(function)(torch.ones(2, 2))
+    function(torch.ones(2))
+    assert seen == [True, True, False]
+
+
+def test_an_environment_that_is_let_go_of_reports_no_more_and_holds_no_inputs() -> None:
+    found: list[Any] = []
+    environments: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        environments.append(x.fake_mode.shape_env)  # type: ignore[attr-defined]
+        watch_size_decisions(environments[0], lambda symbol, value: None, lambda expr, answer: found.append(expr))
+        return x + 1 if x.shape[0] > 3 else x
+
+    export(forward)
+    assert found
+    assert environments[0].tracked_fakes
+    let_go(environments[0])
+    assert "evaluate_sym_node" not in vars(environments[0])
+    assert not environments[0].tracked_fakes
+
+
+def test_tensors_of_vmap_are_unwrapped_and_its_wrapping_is_seen_in_a_trace_alone() -> None:
+    behind, seen = [], []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(wraps_for_vmap(func))
+            return func(*args, **(kwargs or {}))
+
+    class Squares(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def square(row: torch.Tensor) -> torch.Tensor:
+                behind.append(unwrapped(row) is x)
+                return row * row
+
+            with Seen():
+                return torch.vmap(square)(x)
+
+    Squares()(torch.ones(3, 2))
+    assert behind == [True]
+    assert not any(seen)
+    torch.export.export(Squares(), (torch.ones(3, 2),), strict=False)
+    assert behind == [True, True]
+    assert any(seen)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipecut import Schedule1F1B, pipeline
+from pipecut import Pipe, Schedule1F1B, pipeline
 from tests.support.sampling import sampled
 from tests.support.training import Problem, assert_same_gradients, cut_step, uncut_step
 from tests.support.transformers_models import make
@@ -35,6 +35,17 @@ def text(batch: int, seq: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_lengths_that_nobody_named(name: str) -> None:
+    """The lengths of T5's two sequences are free of each other."""
+    model = make(name)[0].double()
+    pipe = pipeline(model, (), text(2, 10), num_stages=2, dynamic="auto")
+    lengths = {str(entry.spec.shape[1]) for entry in pipe.traced.inputs if entry.spec is not None}
+    assert lengths == {"input_ids_dim1"} | ({"labels_dim1"} if name == "t5" else set())
+    train(pipe, model)
+
+
 @pytest.mark.parametrize(
     ("name", "batch"), sampled([("llama", 4), ("bert", 1), ("t5", 4)], lambda case: case[0] == "bert")
 )
@@ -44,6 +55,11 @@ def test_one_trace_serves_all_sizes(name: str, batch: int) -> None:
     pipe = pipeline(model, (), text(batch, 10), num_stages=2, dynamic=DYNAMIC[name])
     shapes = {entry.path: entry.spec.shape for entry in pipe.traced.inputs if entry.spec is not None}
     assert {path: str(shape) for path, shape in shapes.items()} == dict.fromkeys(text(1, 1), "(batch, seq)")
+    train(pipe, model)
+
+
+def train(pipe: Pipe, model: nn.Module) -> None:
+    """Train a step of each size beside the uncut model."""
     stages = [pipe.build_stage(index, "cpu") for index in range(pipe.num_stages)]
     schedule = Schedule1F1B(stages, 3, own_loss)
     for size in SIZES:

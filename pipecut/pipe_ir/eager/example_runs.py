@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ...torch_internals import buffers_of
 from ..copies import clone
-from ..inputs import Example
+from ..inputs import Example, objects_kept
 from ..sizes.dynamic import Place
 from ..tracing.records import attributes_of, changed_attributes
 from ..tracing.run import kept_random_numbers
+from ..untouched import left_as_it_was
 from .observe import Observations, ObservedRun, Watcher
 
 
@@ -72,11 +73,20 @@ def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> ObservedRun:
+    with left_as_it_was(model, real=True):
+        return _observed_run(model, example, tensors)
+
+
+def _observed_run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> ObservedRun:
     own = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     args, kwargs = example.call_with(tuple(own))
     runner = _with_own_tensors(clone(model))
     before = attributes_of(runner)
-    with kept_random_numbers((*runner.parameters(), *runner.buffers(), *own)), torch.enable_grad():
+    with (
+        kept_random_numbers((*runner.parameters(), *runner.buffers(), *own)),
+        objects_kept(example),
+        torch.enable_grad(),
+    ):
         calls = Watcher(runner).run(args, kwargs)
     changed = changed_attributes(before, runner)
     names = tuple(f"{path}.{name}".lstrip(".") for path, names in changed.items() for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..copies import quiet_subclass
 from ..structure import flatten, unflatten
 from ..tracing.recorder import Recorder
 from ..tracing.records import why_and_where
+from ..tracing.replay import StandInInputs
 from .example_runs import KnownSize, size_from
 from .observe import CallKey, Observations, ObservedCall, ObservedRun, ObservedTensor, stride_of
 
@@ -76,19 +78,24 @@ class HiddenTieError(Exception):
 class EagerModules:
     """Modules that stay as they are in one trace: those at `paths`, and any that turns out to be untraceable.
 
-    `found` has the latter with the exception that each raised. A trace in which something was found is of no use, as
-    it holds what these modules did before they failed; it has to be made again.
+    `found` has the latter, each with the reason. A trace in which something was found is of no use, as
+    it holds what these modules did before they failed; it has to be made again. With `finds=False` it is an error.
     """
 
-    def __init__(self, observed: Observations, paths: Collection[str]) -> None:
+    def __init__(self, observed: Observations, paths: Collection[str], *, finds: bool = True) -> None:
         self.observed = observed
         self.paths = paths
-        self.found: dict[str, Exception] = {}
+        self._finds = finds
+        self.found: dict[str, str] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._model: nn.Module
-        self._recorder: Recorder
+        self._recorder: Recorder | StandInInputs
 
-    def prepare(self, model: nn.Module, recorder: Recorder) -> None:
+    def restart(self) -> None:
+        """Begin another run of the same copy: calls are counted anew."""
+        self._counts.clear()
+
+    def prepare(self, model: nn.Module, recorder: Recorder | StandInInputs) -> None:
         """Change the calls of the copy that is about to be traced, those of the model itself excepted."""
         self._model, self._recorder = model, recorder
         for path, module in model.named_modules():
@@ -108,14 +115,14 @@ class EagerModules:
                 return cls.__call__(module, *args, **kwargs)
             except Exception as error:
                 call = self.observed.on_example.calls.get(key)
-                if call is None:
+                if call is None or not self._finds:
                     raise
                 if call.hidden:
                     tie = f"{path!r} cannot be traced ({why_and_where(error)}) nor stay as it is: it {call.hidden[0]}"
                     raise HiddenTieError(tie) from error
                 # The trace goes on, so as to find the other modules that fail.
                 self._recorder.abandon(depth)
-                self.found[path] = error
+                self.found[path] = why_and_where(error)  # the error itself would keep alive what was traced
                 return self._stand_in(key, module, args, kwargs)
 
         return __call__
@@ -129,26 +136,26 @@ class EagerModules:
         if call.hidden:
             raise HiddenTieError(f"{path!r} {call.hidden[0]}")
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        inputs = [observed.node.meta["val"] for observed in self._recorder.inputs]
+        inputs = self._recorder.input_values
         for (nth, dim), *others in self.observed.same_sizes:
             for other, other_dim in others:
                 assume(inputs[nth].shape[dim] == inputs[other].shape[other_dim])
         results = _Results(key, self.observed.runs, tensors, inputs)
-        fresh = [leaf for leaf in call.result.leaves if isinstance(leaf, ObservedTensor) and results.is_fresh(leaf)]
+        fresh = [new for position in range(len(call.result.leaves)) if (new := results.new(position)) is not None]
         state = [*module.parameters(), *module.buffers()]
         written = [tensors[at] for at in call.written_arguments]
         written += [self._model.get_buffer(name) for name in call.written_buffers]
         label = path if number == 0 else f"{path}#{number}"
-        made = iter(_record_call(tensors, state, written, label, [results.new(leaf) for leaf in fresh]))
-        leaves = [
-            results.size(position)
-            if not isinstance(leaf, ObservedTensor)
-            else self._tensor(leaf.state)
-            if leaf.state is not None
-            else _with_gradient(leaf, next(made) if results.is_fresh(leaf) else results.view(leaf))
-            for position, leaf in enumerate(call.result.leaves)
-        ]
-        return unflatten(call.result.structure, leaves)
+        made = iter(_record_call(tensors, state, written, label, fresh))
+
+        def result(position: int, leaf: Any) -> Any:
+            if not isinstance(leaf, ObservedTensor):
+                return next(made).item() if results.is_from_data(position) else results.size(position)
+            if leaf.state is not None:
+                return self._tensor(leaf.state)
+            return _with_gradient(leaf, next(made) if results.is_fresh(leaf) else results.view(leaf))
+
+        return unflatten(call.result.structure, list(itertools.starmap(result, enumerate(call.result.leaves))))
 
     def _tensor(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
@@ -191,7 +198,13 @@ class _Results:
         shape, stride, offset = self._views[leaf]
         return leaf.state is None and (leaf.argument is None or None in (*shape, *stride, offset))
 
-    def new(self, leaf: ObservedTensor) -> _NewTensor:
+    def new(self, position: int) -> _NewTensor | None:
+        """Return the tensor that is to be made for a result, if there is one."""
+        leaf = self.calls[0].result.leaves[position]
+        if self.is_from_data(position):
+            return _NewTensor((), (), _DTYPES[type(leaf)], torch.device("cpu"))
+        if not isinstance(leaf, ObservedTensor) or not self.is_fresh(leaf):
+            return None
         order = tuple(sorted(range(len(leaf.stride)), key=lambda dim: -leaf.stride[dim]))
         return _NewTensor(tuple(self._views[leaf][0]), order, leaf.dtype, leaf.device)
 
@@ -205,13 +218,22 @@ class _Results:
             return argument
         return argument.as_strided(*self._views[leaf])
 
+    def is_from_data(self, position: int) -> bool:
+        """Return True for a result that is a number, and differs from run to run as no size explains."""
+        values = [call.result.leaves[position] for call in self.calls]
+        if type(values[0]) not in _DTYPES or any(type(value) is not type(values[0]) for value in values):
+            return False
+        return any(value != values[0] for value in values) and size_from(values, self.known) is None
+
     def size(self, position: int) -> Any:
         """Return a result that is not a tensor; an integer that follows the sizes of the runs is a size."""
         values = [call.result.leaves[position] for call in self.calls]
         if all(type(value) is int for value in values) and any(value != values[0] for value in values):
-            size = size_from(values, self.known)
-            return values[0] if size is None else size
+            return size_from(values, self.known)
         return values[0]
+
+
+_DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
 
 
 def _is_alike(call: ObservedCall, other: ObservedCall) -> bool:
@@ -229,12 +251,13 @@ def _dims(leaf: Any) -> int | None:
 
 
 def _known_sizes(runs: Sequence[Sequence[Sequence[int]]], names: Sequence[Sequence[Any]]) -> list[KnownSize]:
-    """Return the sizes that differ from run to run."""
+    """Return the sizes that differ from run to run, by their symbols; in a run without symbols by its numbers."""
+    concrete = all(isinstance(name, int) for sizes in names for name in sizes)
     found: dict[tuple[int, ...], Any] = {}
     for nth, sizes in enumerate(names):
         for dim, name in enumerate(sizes):
             values = tuple(run[nth][dim] for run in runs)
-            if len(set(values)) > 1 and not isinstance(name, int):
+            if len(set(values)) > 1 and (concrete or not isinstance(name, int)):
                 found.setdefault(values, name)
     return [KnownSize(values, name) for values, name in found.items()]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...torch_internals import STATE_DICTS, buffers_of, parameters_of, storage_id, version_of
+from ...torch_internals import STATE_DICTS, buffers_of, is_transforming, parameters_of, storage_id, version_of
 from ..copies import quiet_subclass
 from ..operators import is_mark
 from ..sizes.dynamic import Place
@@ -168,6 +168,9 @@ class Watcher(TorchFunctionMode):
 
     def _watched(self, path: str, cls: type[nn.Module]) -> Callable[..., Any]:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if is_transforming():  # a part of the call that transforms it: it cannot stay as it is on its own
+                self._counts[path] += 1
+                return cls.__call__(module, *args, **kwargs)
             with self._looking():
                 call = self._opened(path, module, args, kwargs)
             self._open.append(call)

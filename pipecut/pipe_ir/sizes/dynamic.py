@@ -7,7 +7,7 @@ import difflib
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -16,7 +16,8 @@ from ...text import shape_text
 
 # What a user writes for one input: names by dim, the dims without names, or the names of all dims in order.
 _DimNames: TypeAlias = Mapping[int, str | None] | Sequence[int] | Sequence[str | int | None]
-Dynamic: TypeAlias = Mapping[str, _DimNames]
+AUTO = "auto"  # or one word: all sizes that the model's code leaves free
+Dynamic: TypeAlias = Mapping[str, _DimNames] | Literal["auto"]
 Place = tuple[int, int]  # the nth tensor of a call, and a dim of it
 
 # Sizes are variables of the generated code: these names mean something else there.
@@ -25,10 +26,15 @@ _TAKEN = {"self", "torch", "device", "math", *keyword.kwlist, *dir(builtins)}
 
 @dataclass(frozen=True)
 class DynamicDims:
-    """Dims that the user asked for. Places with one name are one size; a place without a name gets one later."""
+    """Dims that the user asked for. Places with one name are one size; a place without a name gets one later.
+
+    With `auto` all dims are symbols when the trace begins, and those stay symbols that the code leaves free. Dims of
+    size 1 are not, apart from the batch: they are there to be broadcast.
+    """
 
     asked: Mapping[Place, str | None] = field(default_factory=dict)
     fixed: frozenset[Place] = frozenset()
+    auto: bool = False
 
     @property
     def names(self) -> dict[Place, str]:
@@ -40,7 +46,10 @@ class DynamicDims:
         # One row beside others of several is meant to be broadcast, like a mask of shape [1, T]: not a batch of one.
         batched = any(shape and shape[0] > 1 for shape in shapes)
         firsts = {(nth, 0) for nth, shape in enumerate(shapes) if shape and not (batched and shape[0] == 1)}
-        return {*self.asked, *firsts, *self.alike(shapes)} - self.fixed
+        others = {
+            (nth, dim) for nth, shape in enumerate(shapes) for dim, size in enumerate(shape) if dim > 0 and size > 1
+        }
+        return {*self.asked, *firsts, *self.alike(shapes), *(others if self.auto else ())} - self.fixed
 
     def alike(self, shapes: Sequence[Sequence[int]]) -> set[Place]:
         """Return dims without a name that are as large as one with a name: the model may turn out to tie them."""
@@ -63,10 +72,13 @@ def read_dynamic(dynamic: Any, tensors: Mapping[str, torch.Tensor], model_name: 
     """
     if dynamic is None:
         return NOTHING_ASKED
+    if isinstance(dynamic, str) and dynamic == AUTO:
+        return DynamicDims(auto=True)
     if not isinstance(dynamic, Mapping):
+        got = repr(dynamic) if isinstance(dynamic, str) else type(dynamic).__name__
         raise InputError(
-            f"dynamic must be a dict from inputs to the names of their dims, such as "
-            f'{{"{next(iter(tensors))}": {{0: "batch"}}}}; got {type(dynamic).__name__}'
+            f'dynamic must be "auto", or a dict from inputs to the names of their dims, such as '
+            f'{{"{next(iter(tensors))}": {{0: "batch"}}}}; got {got}'
         )
     paths = list(tensors)
     asked: dict[Place, str | None] = {}

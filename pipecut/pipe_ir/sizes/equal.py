@@ -24,7 +24,7 @@ _EVERYTHING = (0, 2**63 - 1)  # numbers[:, None] begins with numbers[0:...]
 def same_sizes(
     nodes: Sequence[RecordedNode], inputs: Sequence[Node], hints: _Hints, names: Mapping[sympy.Symbol, str]
 ) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Return symbols to replace by others: those of inputs that are read row by row, or not at all.
+    """Return symbols to replace by others: those of inputs that are read row by row, attended to, or not at all.
 
     `names` are those that the user gave: sizes of different names stay apart.
     """
@@ -32,14 +32,25 @@ def same_sizes(
     free = {_symbol_of(node) for node in inputs} - {None}
     merged: dict[sympy.Symbol, sympy.Symbol] = {}
     for node in nodes:
-        if node.op == "call_function" and operator_name(node.target) == "aten::index":
-            source, index = node.args[0], node.args[1][0]
-            rows, numbers = _rows(source, recorded), _row_numbers(index, recorded)
-            alike = names.get(rows, names.get(numbers)) == names.get(numbers, names.get(rows))
-            if rows != numbers and {rows, numbers} <= free and hints[rows] == hints[numbers] and alike:
-                merged.setdefault(rows, numbers)
+        for rows, others in _pairs_of(node, recorded):
+            alike = names.get(rows, names.get(others)) == names.get(others, names.get(rows))
+            if rows != others and {rows, others} <= free and hints[rows] == hints[others] and alike:
+                merged.setdefault(rows, others)
     unused = _of_unused(nodes, inputs, hints, merged)
     return _chained(merged | {symbol: batch for symbol, batch in unused.items() if symbol not in names})
+
+
+def _pairs_of(node: RecordedNode, recorded: Mapping[Node, RecordedNode]) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of sizes that an operation takes for one."""
+    if node.op != "call_function":
+        return
+    name = operator_name(node.target)
+    if name == "aten::index":
+        yield _rows(node.args[0], recorded), _row_numbers(node.args[1][0], recorded)
+    elif "scaled_dot_product" in name:  # whose shape is worked out from the queries alone
+        query, *others = _tensors(node.args[:3], recorded)
+        for other in others:
+            yield _symbol(other.value.shape[0]), _symbol(query.value.shape[0])
 
 
 def _of_unused(

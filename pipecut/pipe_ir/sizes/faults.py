@@ -130,8 +130,20 @@ def find_fixed_dims(
         fixed = isinstance(size, int) and (wanted or line != "" or dim == 0)
         if fixed or (name is not None and str(size) != name):
             source = line or _line_of_name(name, lines, asked.names)
-            found.append(FixedDim(entry.path, dim, name, size, source, wanted))
+            as_number = _is_taken_as_number(run, (nth, dim))
+            found.append(FixedDim(entry.path, dim, name, size, source, wanted, as_number))
     return tuple(found)
+
+
+def _is_taken_as_number(run: Recorder, place: Place) -> bool:
+    """Return True if the code asked for the plain number of a size, or of one that it is tied to."""
+    symbol = run.decisions.input_sizes[place[0]][place[1]]
+    tied = {symbol}
+    while symbol in run.decisions.replaced:
+        symbol, _ = run.decisions.replaced[symbol]
+        tied.add(symbol)
+    numbers = [expr for expr, _ in run.decisions.made if not _is_statement(expr)]
+    return any(expr.free_symbols & tied for expr in numbers)
 
 
 def _line(run: Recorder, symbol: sympy.Basic) -> str:
@@ -196,10 +208,14 @@ def find_conditions(
 
 def _condition_in_words(symbols: Symbols, expr: sympy.Basic, answer: Any) -> sympy.Basic | None:
     """Return a decision in the names of the dims; None if it holds for all sizes, or depends on data."""
-    is_yes_or_no = isinstance(expr, sympy.logic.boolalg.Boolean)
-    holds = (expr if answer else sympy.Not(expr)) if is_yes_or_no else sympy.Eq(expr, answer)
+    holds = (expr if answer else sympy.Not(expr)) if _is_statement(expr) else sympy.Eq(expr, answer)
     renamed = symbols.renamed(holds)
     return None if renamed == sympy.true else renamed
+
+
+def _is_statement(expr: sympy.Basic) -> bool:
+    """Return True for what is true or false; to sympy a symbol may be that too, and here it is a number."""
+    return isinstance(expr, sympy.logic.boolalg.Boolean) and not isinstance(expr, sympy.Symbol)
 
 
 def _squeezed_dims(operations: Sequence[Operation], op: Operation) -> list[sympy.Basic]:

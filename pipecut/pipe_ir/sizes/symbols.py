@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from ...torch_internals import asks_for_plain_number, traced_operator, watch_size_decisions
+from ...torch_internals import asks_for_plain_number, let_go, traced_operator, watch_size_decisions
 from ..operators import operator_name, operator_of
 from ..spec import Dim, TensorSpec
 from ..tracing.records import OpenSpan, user_line
@@ -51,6 +51,8 @@ class Symbols:
         }
         self._merge_names(places, names)
         self._resolve_alike(places, asked, shapes, decisions)
+        if asked.auto:
+            self._tie_related(places, shapes, decisions)
         for one, other in implied_equalities(decisions, self._resolved):
             self._merge(one, other, places)
         wishes: dict[sympy.Basic, str] = {}
@@ -58,10 +60,13 @@ class Symbols:
             if isinstance(self._resolved(places[place]), sympy.Symbol):
                 wishes.setdefault(self._resolved(places[place]), name)
         self.named = frozenset(wishes.values())
+        # A length that is the first dim of one input and another dim of the next is not the batch.
+        lengths = {self._resolved(expr) for (_, dim), expr in places.items() if dim > 0}
         for (position, dim), expr in places.items():
             symbol = self._resolved(expr)
             if isinstance(symbol, sympy.Symbol) and symbol not in self._renamed:
-                name = wishes.get(symbol) or self._fresh(inputs[position][0], dim)
+                is_batch = dim == 0 and symbol not in lengths
+                name = wishes.get(symbol) or self._fresh(inputs[position][0], dim, is_batch=is_batch)
                 self._renamed[symbol] = sympy.Symbol(name, integer=True, positive=True)
                 self.origin[self._renamed[symbol]] = (position, dim)
         ends = {symbol: self._resolved(symbol) for symbol in self._merged}
@@ -100,6 +105,25 @@ class Symbols:
                 others = [self._resolved(places[at]) for at in named]
                 self._merged[symbol] = related(symbol, others, decisions, self._resolved) or sympy.Integer(size)
 
+    def _tie_related(
+        self, places: Mapping[Place, Any], shapes: Sequence[Sequence[int]], decisions: Sequence[Decision]
+    ) -> None:
+        """Tie lengths of different inputs that are as large in the example, and that the code has compared.
+
+        Of `rows*length == batch*seq`, after a reshape, torch keeps the equation.
+        """
+        lengths = [place for place in sorted(places) if place[1] > 0]
+        for nth, dim in lengths:
+            symbol, size = self._resolved(places[nth, dim]), shapes[nth][dim]
+            before = [at for at in lengths if at[0] < nth and shapes[at[0]][at[1]] == size]
+            others = [self._resolved(places[at]) for at in sorted(before, key=lambda at: at[1] != dim)]
+            if isinstance(symbol, sympy.Symbol) and symbol not in others:
+                other = related(
+                    symbol, [each for each in others if isinstance(each, sympy.Symbol)], decisions, self._resolved
+                )
+                if other is not None:
+                    self._merged[symbol] = other
+
     def _merge(self, one: sympy.Symbol, other: sympy.Symbol, places: Mapping[Place, Any]) -> None:
         """Merge two symbols that are one size: the one that the inputs have first stays."""
         order = [self._resolved(expr) for expr in places.values()]
@@ -115,10 +139,10 @@ class Symbols:
             expr = expr.xreplace(self._merged)
         return expr
 
-    def _fresh(self, name: str, dim: int) -> str:
+    def _fresh(self, name: str, dim: int, *, is_batch: bool) -> str:
         taken = {*map(str, self.origin), *self.named}
         plain = re.sub(r"\W+", "_", name).strip("_")
-        wish = "batch" if dim == 0 and "batch" not in taken else f"{plain}_dim{dim}"
+        wish = "batch" if is_batch and "batch" not in taken else f"{plain}_dim{dim}"
         while wish in taken:
             wish += "_"
         return wish
@@ -254,6 +278,11 @@ class SizeDecisions:
                 self._note(expr, answer, open_spans[-1])
 
         watch_size_decisions(self._shape_env, note_replaced, note_decided)
+
+    def end(self) -> None:
+        """Record no more: the traced run is over, or has failed."""
+        if self._shape_env is not None:
+            let_go(self._shape_env)
 
     @property
     def replacements(self) -> dict[Any, Any]:

@@ -79,10 +79,11 @@ class _Freezer:
             reached_state=frozenset(index[node] for node in self.operations.reached),
             mode_readers=frozenset(self.run.mode_readers),
             assigned_attributes=self.run.assigned_attributes,
-            untraced_effects=self.run.untraced_effects,
             named_dims=tuple(sorted(self.symbols.named)),
             fixed_dims=find_fixed_dims(self.run, self.example.dynamic, inputs, input_values),
             autocast=active_autocast(),
+            draws=tuple(self.run.draws),
+            history=self.run.history.finish(),
         )
 
     def _walk_timeline(self) -> None:
@@ -139,6 +140,9 @@ class _Freezer:
             else TracedInput(path, _identifier(path), None, value)
             for path, nth, value in self.example.named
         )
+
+
+_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 @dataclass
@@ -223,6 +227,7 @@ class _Operations:
             refs=refs,
             writes=_refs(written_arguments(target, args, kwargs)),
             constant=constant,
+            number=_NUMBERS.get(type(recorded.value)),
         )
         self._all.append(_OpenOperation(op, requires_grad))
         self.index[recorded.node] = op.index
@@ -267,7 +272,7 @@ class _Operations:
             return self._inputs[recorded.node].requires_grad
         from_arguments = any(self._all[index].requires_grad for index in refs)
         if not isinstance(recorded.value, torch.Tensor):
-            return from_arguments
+            return from_arguments and not isinstance(recorded.value, SYMBOLIC)
         differentiable = recorded.value.dtype.is_floating_point or recorded.value.dtype.is_complex
         if not (differentiable and self.modes.context.grad) or not operator_of(target).has_gradient:
             return False

@@ -8,25 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.autograd.graph
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from ...torch_internals import buffers_of, intercepted_checkpoints, intercepted_functions, makes_higher_order, replaced
+from ...torch_internals import (
+    FakeTensor,
+    buffers_of,
+    intercepted_checkpoints,
+    intercepted_differentiation,
+    intercepted_functions,
+    makes_higher_order,
+)
 from ..copies import quiet_subclass
 from ..sizes.symbols import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .records import NOTHING, Attributes, OpenSpan, RecordedNode, RecordedTensor, attributes_of, changed_attributes
+from .history import TraceHistory, new_buffers
+from .records import (
+    NOTHING,
+    Attributes,
+    OpenSpan,
+    RecordedNode,
+    RecordedTensor,
+    UntraceableError,
+    attributes_of,
+    changed_attributes,
+    line_of,
+    user_line,
+)
 
 
 class Recorder:
@@ -45,11 +63,13 @@ class Recorder:
         self._stack: list[OpenSpan] = []
         self.decisions = SizeDecisions()
         self.mode_readers: set[str] = set()
-        self.untraced_effects: dict[str, str] = {}
         self.assigned_attributes: dict[str, tuple[str, ...]] = {}
         self._attributes_before: Attributes = {}
+        self.draws: dict[str, None] = {}
         self._calls: dict[str, int] = {}
         self._tracer: Any = None
+        self._constants_checked = 0
+        self.history = TraceHistory(self._paths, lambda: self.listens)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -59,7 +79,8 @@ class Recorder:
                 self._watch_module(module)
             stack.enter_context(intercepted_functions(self._on_function))
             stack.enter_context(intercepted_checkpoints(self._on_checkpoint))
-            stack.enter_context(_reported_effects(self._on_untraced_effect))
+            stack.enter_context(intercepted_differentiation(self._on_differentiation))
+            stack.callback(self.decisions.end)
             yield
 
     def note_inputs(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -67,6 +88,8 @@ class Recorder:
         mode = get_proxy_mode()
         assert mode is not None, "the recorder only runs inside a trace"
         self._tracer = mode.tracer
+        self._constants_checked = len(vars(self._tracer.root))
+        self.history.begin(self.model, tensors)
         self.decisions.listen(tensors, self._stack)
         self._attributes_before = attributes_of(self.model)
         self.inputs = [self._record_tensor(tensor) for tensor in tensors]
@@ -79,6 +102,18 @@ class Recorder:
         self.output = Template.of(output, self._record_leaf, holders=True)
         self.nodes = [RecordedNode.of(node) for node in self._tracer.graph.nodes]
         self.constants = self._tracer.root
+
+    def note_draw(self, what: str) -> None:
+        """Note that the code has decided by a random number, or may have."""
+        self.draws[what] = None
+
+    def forget(self) -> None:
+        """Drop the tensors of the trace, also from its graph, which torch keeps until the next trace."""
+        if self._tracer is not None:
+            for node in (*self._tracer.graph.nodes, *(recorded.node for recorded in self.nodes)):
+                node.meta.clear()
+        self.root, self.constants, self._tracer = None, None, None
+        self.inputs, self.state, self.nodes, self._stack, self.output = [], [], [], [], NOTHING
 
     def record(self, value: Any) -> Template:
         """Return a nested value with its tensors replaced by their records."""
@@ -101,6 +136,11 @@ class Recorder:
         if slot is None:
             return tensor  # a plain attribute of the model: the tracer meets it when an operation uses it
         return RecordedTensor(slot.proxy.node, tensor.requires_grad)
+
+    @property
+    def input_values(self) -> list[torch.Tensor]:
+        """The model's tensor inputs, as the tracer has them."""
+        return [recorded.node.meta["val"] for recorded in self.inputs]
 
     @property
     def position(self) -> int:
@@ -173,21 +213,39 @@ class Recorder:
         self._calls[path] = nth_call + 1
         span = self._begin("call", path, nth_call, (args, kwargs))
         span.buffers_before = dict(buffers_of(module))
+        self.history.enter(module, args, kwargs)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self.listens:
             return output
-        span = self._stack[-1]
+        self._check_constants()
+        span, result = self._stack[-1], output
         if len(self._stack) > 1:
             made_inside = self._made_since(span.begin)
-            output = map_leaves(lambda leaf: self._as_own_result(leaf, made_inside), output)
+            with self.history.paused():
+                output = map_leaves(lambda leaf: self._as_own_result(leaf, made_inside), output)
         self._end(span, output)
-        for name, tensor in buffers_of(module).items():
-            if tensor is not None and tensor is not span.buffers_before.get(name):
-                recorded = self._record_tensor(tensor)
-                if isinstance(recorded, RecordedTensor):
-                    span.assigned_buffers[name] = recorded
+        assigned = new_buffers(module, span.buffers_before)
+        for name, tensor in assigned.items():
+            recorded = self._record_tensor(tensor)
+            if isinstance(recorded, RecordedTensor):
+                span.assigned_buffers[name] = recorded
+        self.history.leave(result, output, assigned)
         return output
+
+    def _check_constants(self) -> None:
+        """Raise if the code since the last check took up a tensor of this trace that the tracer has not seen made."""
+        known, self._constants_checked = self._constants_checked, len(vars(self._tracer.root))
+        for name, value in itertools.islice(vars(self._tracer.root).items(), known, None):
+            if isinstance(value, FakeTensor):
+                nodes = reversed(self._tracer.graph.nodes)
+                node = next(node for node in nodes if node.op == "get_attr" and node.target == name)
+                line = line_of(node.meta.get("stack_trace") or "")
+                raise UntraceableError(*_UNSEEN, re.sub(r'File "(.+)", line (\d+)', r"\1:\2", line))
+
+    def _on_differentiation(self) -> None:
+        if self._stack and self.listens:
+            raise UntraceableError(*_DIFFERENTIATES, user_line())
 
     def _made_since(self, position: int) -> set[Node]:
         return set(itertools.islice(reversed(self._tracer.graph.nodes), self.position - position))
@@ -216,10 +274,6 @@ class Recorder:
         self._end(span, output)
         return output
 
-    def _on_untraced_effect(self, name: str) -> None:
-        if self._stack and self.listens:
-            self.untraced_effects.setdefault(self._stack[-1].path, name)
-
     def _on_checkpoint(self, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
         if not self.listens:
             yield
@@ -229,39 +283,16 @@ class Recorder:
         self._end(span, None)
 
 
-def _set_mode(module: nn.Module, training: bool) -> None:
-    vars(module)["training"] = training
-
-
-# Effects of a forward that leave nothing in a trace: the owner, its attribute, and the name for messages.
-_UNTRACED: tuple[tuple[Any, str, str], ...] = (
-    (torch.Tensor, "register_hook", "Tensor.register_hook()"),
-    (torch.inference_mode, "__enter__", "torch.inference_mode()"),
-    (torch.autograd.graph.saved_tensors_hooks, "__enter__", "torch.autograd.graph.saved_tensors_hooks"),
-    (torch, "manual_seed", "torch.manual_seed()"),
-    (torch.random, "fork_rng", "torch.random.fork_rng()"),
-    (random, "random", "random.random()"),
-    (random, "uniform", "random.uniform()"),
+# What a trace cannot hold though torch.export may not notice, and what to do about it.
+_UNSEEN = (
+    "it uses a tensor that comes from no operation, such as x.data",
+    "use x.detach() in place of x.data, and write to parameters as they are, under torch.no_grad()",
+)
+_DIFFERENTIATES = (
+    "it computes derivatives in its forward, as with torch.autograd.grad or torch.func.grad",
+    "move these lines into a module of their own: it then stays as it is, and the model is cut before and after it",
 )
 
 
-# Contexts with subclasses of other names, such as save_on_cpu.
-_CONTEXTS = (torch.autograd.graph.saved_tensors_hooks,)
-
-
-@contextlib.contextmanager
-def _reported_effects(note: Callable[[str], None]) -> Iterator[None]:
-    """Call `note` with the name of each untraced effect of the code in the block."""
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, name in _UNTRACED:
-            stack.enter_context(replaced(owner, attribute, _noting(getattr(owner, attribute), name, note)))
-        yield
-
-
-def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        entered = isinstance(args[0], _CONTEXTS) if args else False
-        note(f"{name.rpartition('.')[0]}.{type(args[0]).__name__}" if entered else name)
-        return function(*args, **kwargs)
-
-    return noted
+def _set_mode(module: nn.Module, training: bool) -> None:
+    vars(module)["training"] = training

@@ -120,12 +120,17 @@ def user_line() -> str:
     layer = ""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _START:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH, _PACKAGE, "<")):
+        if is_users_code(filename):
             return _text(frame)
         if not layer and filename.startswith(_LAYERS) and not filename.endswith("module.py"):
             layer = _text(frame)
         frame = frame.f_back
     return layer
+
+
+def is_users_code(filename: str) -> bool:
+    """Return True for a file that is neither torch's nor of this package."""
+    return not filename.startswith((_TORCH, _PACKAGE, "<"))
 
 
 def line_of(stack_trace: str) -> str:
@@ -142,6 +147,14 @@ def _text(frame: FrameType) -> str:
     return f"{filename}:{frame.f_lineno}, in {frame.f_code.co_name}" + (f": {code}" if code else "")
 
 
+class UntraceableError(Exception):
+    """Raised where a forward does what no trace can hold, though torch.export may not notice; `place` is its line."""
+
+    def __init__(self, reason: str, remedy: str, place: str) -> None:
+        super().__init__(reason)
+        self.remedy, self.place = remedy, place
+
+
 # Errors of which torch prints a page, about the tracer.
 _PLAIN_WORDS = {
     "GuardOnDataDependentSymNode": "it decides by the values of tensors",
@@ -152,6 +165,8 @@ _PLAIN_WORDS = {
 
 def place_of(error: BaseException) -> str:
     """Return the user's line that raised an error: file, line, function and code; empty if there is none."""
+    if isinstance(error, UntraceableError):
+        return error.place
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
     if not frames:
         return ""
@@ -164,6 +179,8 @@ def reason_of(error: BaseException) -> str:
     if plain is not None:
         return plain
     text = str(error).strip().split("\n")[0].strip()
+    if isinstance(error, UntraceableError):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...errors import PipeError, TraceError
 from ...torch_internals import backward_hooks, forward_hooks, sizes_of_one_traced
 from ..copies import clone, stand_in_for_meta
-from ..inputs import Example, bind_inputs, enlarged, read_example, sizes_of_one, with_fixed
+from ..inputs import Example, bind_inputs, enlarged, objects_kept, read_example, sizes_of_one, with_fixed
 from ..sizes.dynamic import Dynamic, DynamicDims
 from ..structure import flatten
 from ..traced import Opaque, Template, TracedModel
+from ..untouched import left_as_it_was
 from .freeze import freeze
 from .recorder import Recorder
-from .records import place_of
+from .records import UntraceableError, place_of, user_line
 
 # Modes of torch functions that are active while a model is traced.
 
@@ -53,8 +56,9 @@ class FoldCertainRandomBranches(TorchFunctionMode):
     (False, True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_answer: Callable[[str], None] = lambda line: None) -> None:
         super().__init__()
+        self._on_answer = on_answer
         self._chances = WeakIdKeyDictionary()
         self._answers = WeakIdKeyDictionary()
 
@@ -62,6 +66,7 @@ class FoldCertainRandomBranches(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.__bool__ and args[0] in self._answers:
+            self._on_answer(user_line())
             return self._answers[args[0]]
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
@@ -73,14 +78,14 @@ class FoldCertainRandomBranches(TorchFunctionMode):
         return result
 
 
-class _TraceNoopContiguous(TorchFunctionMode):
+class TraceNoopContiguous(TorchFunctionMode):
     """Sends `contiguous()` through the dispatcher, so that every trace has it.
 
     Of a tensor that is contiguous, torch returns the tensor itself. In another mode or size it may not be contiguous,
     and two traces of one code would not match.
 
     >>> x = torch.ones(2)
-    >>> with _TraceNoopContiguous():
+    >>> with TraceNoopContiguous():
     ...     x.contiguous() is not None
     True
     """
@@ -111,9 +116,10 @@ class _ForwardError(Exception):
 class _Entry(nn.Module):
     """Module that torch.export traces: it takes tensors only, so that any structure passes in and out."""
 
-    def __init__(self, model: nn.Module, example: Example, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, example: Example, recorder: Recorder, at_the_end: Callable[[], None]) -> None:
         super().__init__()
         self.model = model
+        self._at_the_end = at_the_end
         self._example = example
         self._recorder = recorder
 
@@ -121,11 +127,13 @@ class _Entry(nn.Module):
         self._recorder.note_inputs(tensors)
         args, kwargs = self._example.call_with(tensors)
         try:
-            output = self.model(*args, **kwargs)
+            with self._recorder.history:
+                output = self.model(*args, **kwargs)
         except Exception as error:
             raise _ForwardError(error) from error
         # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
         self._recorder.note_output(output)
+        self._at_the_end()
         return tuple(leaf for leaf in flatten(output, holders=True)[0] if isinstance(leaf, torch.Tensor))
 
 
@@ -137,13 +145,18 @@ def trace(
     training: bool | None = None,
     dynamic: Dynamic | None = None,
     prepare: Callable[[nn.Module, Recorder], None] | None = None,
+    device: torch.device | None = None,
+    *,
+    enlarges: bool = True,
 ) -> TracedModel:
     """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
 
     Forward hooks do not run during the trace, except those of the modules at `live_hooks`: a module that is not
     cut keeps its hooks, and they run whenever it does. `training` puts all modules of the copy in that mode.
     `dynamic` names the sizes that are to be symbolic, besides dim 0 of all inputs. `prepare` gets the copy before it
-    runs, and may change how its modules are called.
+    runs, and may change how its modules are called. With a `device` all of the model is traced as if it were there:
+    parts of it may have been moved. An example of one row is traced with several, unless `enlarges` is False; what the
+    code decided then may rule out the example, as `conditions` say.
     """
     example = read_example(model, args, kwargs, dynamic)
     mode = model.training if training is None else training
@@ -152,15 +165,18 @@ def trace(
     small = sizes_of_one(example) if prepare is None else []
     if small:
         # What the model decides about a size of 1 may rule it out, or all others: the first trace that holds is taken.
-        for tensors in (enlarged(example, small), example.tensors):
+        for is_enlarged in (True, False) if enlarges else (False,):
+            tensors = enlarged(example, small) if is_enlarged else example.tensors
             try:
-                traced = _run(model, example, tensors, live_hooks, mode, set_mode, None)
-                bind_inputs(traced.call, args, kwargs or {})
+                traced = _run(model, example, tensors, live_hooks, mode, set_mode, None, device)
+                # Which conditions of a trace with larger sizes count is known when it is cut.
+                conditions = () if is_enlarged else traced.conditions
+                bind_inputs(replace(traced.call, conditions=conditions), args, kwargs or {})
             except PipeError:
                 continue
             return traced
         example = with_fixed(example, small)
-    return _run(model, example, example.tensors, live_hooks, mode, set_mode, prepare)
+    return _run(model, example, example.tensors, live_hooks, mode, set_mode, prepare, device)
 
 
 def _run(
@@ -171,6 +187,22 @@ def _run(
     training: bool,
     set_mode: bool,
     prepare: Callable[[nn.Module, Recorder], None] | None,
+    device: torch.device | None,
+) -> TracedModel:
+    with left_as_it_was(model) as at_the_end:
+        return _recorded_run(model, example, tensors, live_hooks, training, set_mode, prepare, device, at_the_end)
+
+
+def _recorded_run(
+    model: nn.Module,
+    example: Example,
+    tensors: tuple[torch.Tensor, ...],
+    live_hooks: set[str],
+    training: bool,
+    set_mode: bool,
+    prepare: Callable[[nn.Module, Recorder], None] | None,
+    device: torch.device | None,
+    at_the_end: Callable[[], None],
 ) -> TracedModel:
     runner = clone(model)
     if set_mode:
@@ -179,12 +211,18 @@ def _run(
     recorder = Recorder(runner)
     if prepare is not None:
         prepare(runner, recorder)
-    entry = _Entry(runner, example, recorder)
+    entry = _Entry(runner, example, recorder, at_the_end)
     if is_without_memory(model):
         tensors = stand_in_for_meta(runner, tensors)
-    _export(entry, _distinct(tensors), example.dynamic)
-    _check_output(model, recorder.output)
-    return freeze(model, example, recorder, training)
+    elif device is not None and any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+        tensors = stand_in_for_meta(runner, tensors, device=device)
+    try:
+        with objects_kept(example):
+            _export(entry, _distinct(tensors), example.dynamic)
+        _check_output(model, recorder.output)
+        return freeze(model, example, recorder, training)
+    finally:
+        recorder.forget()
 
 
 def _distinct(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -248,8 +286,9 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             sizes_of_one_traced(),  # what the code decides about a size of 1 becomes a condition of the trace
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
-            FoldCertainRandomBranches(),
-            _TraceNoopContiguous(),
+            FoldCertainRandomBranches(entry._recorder.note_draw),
+            _noted_draws(entry._recorder.note_draw),
+            TraceNoopContiguous(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.
@@ -261,15 +300,39 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
         raise TraceError(_explain(entry.model, error)) from error
 
 
+@contextlib.contextmanager
+def _noted_draws(note: Callable[[str], None]) -> Iterator[None]:
+    """Note that the block has drawn from the random numbers of Python or numpy."""
+    before = _generator_states()
+    yield
+    for name, state in _generator_states().items():
+        if before.get(name, state) != state:
+            note(f"those of {name}")
+
+
+def _generator_states() -> dict[str, bytes]:
+    numpy: Any = sys.modules.get("numpy")
+    states = {"Python's random": random.getstate()}
+    if numpy is not None:
+        states["numpy.random"] = numpy.random.get_state()
+    return {name: pickle.dumps(state) for name, state in states.items()}
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
     place = place_of(error)
     where = f"\n  at {place}" if place else ""
     reason = str(error).strip().split("\n\n")[0].strip() or type(error).__name__
+    remedy = (
+        "check that the model runs with these inputs; replace branches on the values of tensors (`if x.sum() > 0`, "
+        "`.item()`) by torch.where or torch.cond; turn off features that keep Python state"
+    )
+    if isinstance(error, UntraceableError):
+        remedy = error.remedy
+    else:
+        reason = f"{type(error).__name__}: {reason}"
     return (
         f"{type(model).__name__} could not be traced with these example inputs.{where}\n"
-        f"  reason: {type(error).__name__}: {reason}\n"
-        "  what to try: check that the model runs with these inputs; replace branches on the values of tensors "
-        "(`if x.sum() > 0`, `.item()`) by torch.where or torch.cond; turn off features that keep Python state"
+        f"  reason: {reason}\n  what to try: {remedy}"
     )
 
 

@@ -6,25 +6,31 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
-from ...errors import InputError, SplitError, TraceError, warn
+from ...errors import ExampleError, InputError, SplitError, TraceError, warn
 from ..copies import clone
 from ..eager import EagerModules, HiddenTieError, Observations, run_on_example
-from ..inputs import read_example
-from ..sizes.dynamic import Dynamic
+from ..inputs import Example, read_example
+from ..sizes.dynamic import AUTO, Dynamic
+from ..structure import map_leaves
 from ..traced import Fallback, TracedModel
+from ..untouched import left_as_it_was
 from .recorder import Recorder
-from .records import place_of, reason_of, why_and_where
+from .records import UntraceableError, place_of, reason_of, why_and_where
+from .replay import Replay, Replayer, StandInInputs
 from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace
 
 _REMEDIES = {
     False: (
         "what to do: this is in the model's own forward, between its modules. Move the lines that decide by values of "
         "tensors, or call what cannot be traced, into a module of their own: it then stays as it is, and the model can "
-        "be cut before and after it. Or replace branches on values by torch.where or torch.cond"
+        "be cut before and after it. Or write x.item() in place of int(x) and float(x), and torch.where or torch.cond "
+        "in place of branches on values"
     ),
     True: (
         "what to do: pass what the modules share as arguments and results, or put the modules that share it into one "
@@ -52,22 +58,28 @@ class ModelTracer:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
         dynamic: Dynamic | None = None,
+        training: bool | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.tracer, self.model = tracer, model
         self.args, self.kwargs, self.dynamic = args, kwargs, dynamic
+        self._training, self._device = training, device
         self.fallbacks: dict[str, Fallback] = {}
         self._needed_hooks: set[str] = set()
         self._left_behind: set[str] = set()
         self._export_failure: TraceError | None = None
+        self.enlarges = True  # False: an example of one row is traced as it is
+        self._observed: Observations | None = None
 
     def trace(self, live_hooks: Iterable[str] = (), training: bool | None = None) -> TracedModel:
         """Trace the model; the arguments are those of `trace`."""
+        training = self._training if training is None else training
         live_hooks = {*live_hooks, *self._needed_hooks}
         if self.tracer == "export":
-            return self._trace_with_hooks(live_hooks, training)
+            return self._trace_all(live_hooks, training)
         if self.tracer == "auto" and not self.fallbacks:
             try:
-                return self._trace_with_hooks(live_hooks, training)
+                return self._trace_all(live_hooks, training)
             except TraceError as failure:
                 if failure.__cause__ is None:
                     raise  # the trace itself went well: it is the model's result that cannot be used
@@ -77,6 +89,64 @@ class ModelTracer:
         if self.tracer == "auto":
             self._warn([fallback for path, fallback in self.fallbacks.items() if path not in known])
         return replace(traced, fallbacks=tuple(self.fallbacks.values()))
+
+    def replays(
+        self, traced: TracedModel, live_hooks: Iterable[str] = (), training: bool | None = None, *, apart: bool = False
+    ) -> tuple[Replay, ...]:
+        """Run the model again, as it was traced with these arguments, without a tracer.
+
+        With `apart` each run differs from the trace in one respect; otherwise there are fewer of them.
+        """
+        with left_as_it_was(self.model, always=True):
+            return self._run_again(traced, {*live_hooks, *self._needed_hooks}, training, apart)
+
+    def _run_again(
+        self, traced: TracedModel, live_hooks: set[str], training: bool | None, apart: bool
+    ) -> tuple[Replay, ...]:
+        training = self._training if training is None else training
+        copy = clone(self.model)
+        if training is not None:
+            copy.train(training)
+        silence_hooks(copy, live_hooks)
+        inputs = StandInInputs()
+        if self._observed is not None:
+            eager = EagerModules(self._observed, self.fallbacks.keys(), finds=False)
+            eager.prepare(copy, inputs)
+            inputs.restart = eager.restart  # type: ignore[method-assign]
+        example = read_example(self.model, self.args, self.kwargs, self.dynamic)
+        return Replayer(copy, example, traced, inputs, self._device).run(apart)
+
+    def _trace_all(self, live_hooks: set[str], training: bool | None) -> TracedModel:
+        """Trace with torch.export alone; if it fails with all sizes symbolic, with those of the example."""
+        try:
+            return self._trace_with_hooks(live_hooks, training)
+        except TraceError as failure:
+            if self.dynamic != AUTO or failure.__cause__ is None:
+                raise
+            self.dynamic = None
+            try:
+                traced = self._trace_with_hooks(live_hooks, training)
+            except TraceError:
+                self.dynamic = AUTO
+                raise failure from failure.__cause__
+            name, why = type(self.model).__name__, why_and_where(failure.__cause__)
+            warn(
+                f"{name} cannot be traced with dynamic='auto' ({why}). "
+                "All sizes but the batch are those of the example: name the ones that change, "
+                "dynamic={'input': {1: 'seq'}}"
+            )
+            return traced
+
+    def for_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, device: torch.device
+    ) -> ModelTracer:
+        """Return a tracer of the model for another call, in a mode, and as if all of it were on one device."""
+        args, kwargs = map_leaves(partial(_example_of, device=device), (args, dict(kwargs)))
+        mode = None if self.model.training is training else training
+        dynamic = _asked_of(self.dynamic, read_example(self.model, args, kwargs))
+        other = ModelTracer(self.tracer, self.model, args, kwargs, dynamic, mode, device)
+        other.fallbacks, other._left_behind = dict(self.fallbacks), self._left_behind
+        return other
 
     def _trace_with_hooks(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace without hooks; with all of them if that fails, for a model may gather its results in hooks."""
@@ -100,11 +170,21 @@ class ModelTracer:
         prepare: Callable[[nn.Module, Recorder], None] | None = None,
     ) -> TracedModel:
         with _quiet_tracer() if self.tracer != "export" else contextlib.nullcontext(), kept_random_numbers(()):
-            return trace(self.model, self.args, self.kwargs, live_hooks, training, self.dynamic, prepare)
+            return trace(
+                self.model,
+                self.args,
+                self.kwargs,
+                live_hooks,
+                training,
+                self.dynamic,
+                prepare,
+                self._device,
+                enlarges=self.enlarges,
+            )
 
     def _around_eager_modules(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace until no other module fails. Each round finds at least one, so that there is an end."""
-        observed = self._observations(training)
+        observed = self._observed = self._observations(training)
         while True:
             eager = EagerModules(observed, self.fallbacks.keys())
             try:
@@ -118,18 +198,18 @@ class ModelTracer:
                     return traced
             self._keep(eager.found, observed)
 
-    def _keep(self, found: Mapping[str, Exception], observed: Observations) -> None:
-        for path, error in found.items():
+    def _keep(self, found: Mapping[str, str], observed: Observations) -> None:
+        for path, reason in found.items():
             if any(call.marked for (called, _), call in observed.on_example.calls.items() if called == path):
                 raise SplitError(
                     f"pipe_split() stands inside {path!r}, which cannot be traced and therefore cannot be cut inside "
-                    f"({why_and_where(error)}); move the mark out of it"
+                    f"({reason}); move the mark out of it"
                 )
             # What is inside a module that stays as it is needs no mention.
             inside = [known for known in self.fallbacks if known.startswith(f"{path}.")]
             for known in inside:
                 del self.fallbacks[known]
-            self.fallbacks[path] = Fallback(path, why_and_where(error))
+            self.fallbacks[path] = Fallback(path, reason)
 
     def _observations(self, training: bool | None) -> Observations:
         name = type(self.model).__name__
@@ -146,6 +226,8 @@ class ModelTracer:
         silence_hooks(copy, set())
         try:
             return run_on_example(copy, example)
+        except ExampleError:
+            raise
         except Exception as error:
             raise TraceError(
                 f"{name} could not be traced with these example inputs, nor does it run with them uncut: "
@@ -179,7 +261,10 @@ class ModelTracer:
         place = place_of(error)
         if place:
             lines.append(f"at {place}")
-        lines.append(_REMEDIES[isinstance(error, HiddenTieError)])
+        if isinstance(error, UntraceableError):
+            lines.append(f"what to do: this is in the model's own forward, between its modules; {error.remedy}")
+        else:
+            lines.append(_REMEDIES[isinstance(error, HiddenTieError)])
         return TraceError("\n  ".join(lines))
 
     def _warn(self, new: list[Fallback]) -> None:
@@ -192,6 +277,21 @@ class ModelTracer:
             f"torch.export cannot trace all of {type(self.model).__name__}. These modules stay as they are and are not "
             f"cut inside; all else is traced:\n  {listed}\nTo trace without this warning, pass tracer='fx'"
         )
+
+
+def _example_of(value: Any, device: torch.device) -> Any:
+    """Return a tensor like one of a call: a trace must not hold on to that, nor write to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device).clone().requires_grad_(value.requires_grad)
+
+
+def _asked_of(dynamic: Dynamic | None, example: Example) -> Dynamic | None:
+    """Return the sizes that were asked for of inputs that a call has."""
+    if not isinstance(dynamic, Mapping):
+        return dynamic
+    paths = [path for path, _, value in example.named if isinstance(value, torch.Tensor)]
+    return {name: wish for name, wish in dynamic.items() if any(p == name or p.endswith(f"[{name!r}]") for p in paths)}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Transports between ranks: read base.py first, which has the protocol that a transport of your own implements."""
 
 from .base import Arrival, Meta, Ready, Transport, TransportFactory
-from .distributed import DistributedTransport
+from .distributed import DistributedTransport, connection_to, device_of_numbers, wait_for
 from .in_process import InProcessTransport, ParcelQueues
 
 __all__ = [
@@ -13,4 +13,7 @@ __all__ = [
     "Ready",
     "Transport",
     "TransportFactory",
+    "connection_to",
+    "device_of_numbers",
+    "wait_for",
 ]

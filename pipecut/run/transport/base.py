@@ -3,7 +3,8 @@
 A transport is one class with the methods of `Transport`, and nothing else has to know it: pass a function that makes
 one, `transport=lambda rank, ranks: MyTransport(rank, ranks)`, to a schedule. It is called once for each rank that is in
 this process. The default is torch.distributed between processes (distributed.py), and a post office for ranks that are
-all in one process (in_process.py).
+all in one process (in_process.py). The agreement of all ranks at the end of a step, and reports of failures, go over
+their process group.
 """
 
 from __future__ import annotations
@@ -35,11 +36,6 @@ class Meta(NamedTuple):
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the tensor, of a DTensor that of all ranks together."""
         return self.shape if self.on_mesh is None else self.on_mesh.shape
-
-    @property
-    def of_gradient(self) -> Meta:
-        """The meta of its gradient."""
-        return self if self.on_mesh is None else self._replace(on_mesh=self.on_mesh.of_gradient)
 
     @property
     def bytes(self) -> int:

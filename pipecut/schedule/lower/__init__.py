@@ -3,12 +3,11 @@
 `lower`, in transfers.py, runs them in order.
 """
 
-from .reorder import add_bubbles, drop_bubbles, merge_backwards, merge_row, receive_early, receive_late
-from .sharding import GIVES_WEIGHT_GRADIENT, add_reduce_grad, add_unshard_reshard, shard_row, spliced
+from .reorder import add_bubbles, drop_bubbles, merge_backwards, receive_early, receive_late
+from .sharding import add_reduce_grad, add_unshard_reshard, shard_row
 from .transfers import add_reduce_ties, add_transfers, drop_reduce_ties, lower
 
 __all__ = [
-    "GIVES_WEIGHT_GRADIENT",
     "add_bubbles",
     "add_reduce_grad",
     "add_reduce_ties",
@@ -18,9 +17,7 @@ __all__ = [
     "drop_reduce_ties",
     "lower",
     "merge_backwards",
-    "merge_row",
     "receive_early",
     "receive_late",
     "shard_row",
-    "spliced",
 ]

@@ -16,10 +16,10 @@ def merge_backwards(plan: Plan) -> Plan:
 
     0F0 0I0 0W0 0F1 0I1 1F0 0W1   ->   0F0 0B0 0F1 0I1 1F0 0W1
     """
-    return plan.with_actions(merge_row(row) for row in plan.actions)
+    return plan.with_actions(_merge_row(row) for row in plan.actions)
 
 
-def merge_row(row: Iterable[Action | None]) -> list[Action | None]:
+def _merge_row(row: Iterable[Action | None]) -> list[Action | None]:
     """Merge the backwards of one rank, and drop its bubbles."""
     merged: list[Action | None] = []
     for action in row:

@@ -8,7 +8,7 @@ from ...errors import PlanError
 from ..action import COMPUTE, SENDS, Action, Op
 from ..plan import Plan
 
-GIVES_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+_GIVES_WEIGHT_GRADIENT = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 
 
 def add_unshard_reshard(plan: Plan, max_held: int = 3) -> Plan:
@@ -32,9 +32,9 @@ def add_reduce_grad(plan: Plan) -> Plan:
     rows = []
     for rank, row in enumerate(plan.actions):
         after: dict[int, list[Action]] = {}
-        for stage, slot in _last_uses(row, plan.placement.stages_of[rank], GIVES_WEIGHT_GRADIENT).items():
+        for stage, slot in _last_uses(row, plan.placement.stages_of[rank], _GIVES_WEIGHT_GRADIENT).items():
             after.setdefault(_after_sends(row, slot), []).append(Action(stage, Op.REDUCE_GRAD))
-        rows.append(spliced(row, after))
+        rows.append(_spliced(row, after))
     return plan.with_actions(rows)
 
 
@@ -72,7 +72,7 @@ def shard_row(row: Sequence[Action | None], max_held: int, stages: Sequence[int]
         held = next_held
         before[slot] = moves
     before.setdefault(len(actions), []).extend(Action(stage, Op.RESHARD) for stage in sorted(held))
-    return spliced(actions, before)
+    return _spliced(actions, before)
 
 
 def _next_stages(actions: Sequence[Action], count: int) -> list[tuple[int, list[int]]]:
@@ -112,7 +112,7 @@ def _next_use(actions: Sequence[Action], slot: int) -> int:
     return next((at for at in range(slot + 1, len(actions)) if actions[at].op in COMPUTE), len(actions))
 
 
-def spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:
+def _spliced(row: Sequence[Action | None], before: dict[int, list[Action]]) -> list[Action | None]:
     """Return the row with the given actions inserted before the given slots."""
     result: list[Action | None] = []
     start = 0

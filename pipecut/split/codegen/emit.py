@@ -14,9 +14,9 @@ import torch
 import torch.utils.checkpoint
 
 from ...errors import PipeError
-from ...pipe_ir import HERE, Context, ModuleRef, Opaque, Operation, Ref, Size, Span, Template
+from ...pipe_ir import HERE, Context, ForwardOf, ModuleRef, Opaque, Operation, Ref, Size, Span, Template
 from ...torch_internals import is_higher_order
-from ..modes import ModeDifferences, require_mode
+from ..modes import ModeDifferences, require_gradients, require_mode
 from ..program import (
     BufferUpdate,
     Checkpointed,
@@ -46,15 +46,16 @@ class Function:
         return self.piece.path if self.piece.nth_call == 0 else f"{self.piece.path}#{self.piece.nth_call}"
 
 
-# The values that a stage sends, each with the order of dims in which it lies in memory, if not its own.
-_Sent: TypeAlias = Mapping[int, tuple[int, ...] | None]
+# The values that a stage sends, each with the code that makes it fit to be sent, as a format of its name.
+_Sent: TypeAlias = Mapping[int, str]
 
 
 class Emitter:
     """Emitter of the functions of one stage."""
 
-    def __init__(self, naming: Naming, modes: ModeDifferences, stage: int) -> None:
+    def __init__(self, naming: Naming, modes: ModeDifferences, stage: int, variant: int = 0) -> None:
         self.naming = naming
+        self.variant = variant
         self.modes = modes
         self.stage_index = stage
         self.functions: list[Function] = []
@@ -72,11 +73,7 @@ class Emitter:
         if isinstance(returns, Template):
             writer.lines.append(f"return {writer.write.template(returns)}")
         elif returns:
-            # What is sent must lie in memory in order, whatever the model made it from.
-            turns = {value: f".permute({list(order)})" if order else "" for value, order in returns.items()}
-            writer.lines.append(
-                f"return {', '.join(f'{names[key]}{turn}.contiguous()' for key, turn in turns.items())}"
-            )
+            writer.lines.append(f"return {', '.join(code.format(names[key]) for key, code in returns.items())}")
         self.functions.append(writer.finish([names[index] for index in inputs]))
         return self.functions
 
@@ -110,6 +107,8 @@ class _Writer:
         training = emitter.modes.bound.get((emitter.stage_index, piece.path, piece.nth_call))
         if training is not None:
             self.lines.append(f"{self.write.shared('require_mode', require_mode)}(self, {training}, {piece.path!r})")
+        if piece.path in emitter.modes.only_with_gradients:
+            self.lines.append(f"{self.write.shared('require_gradients', require_gradients)}({piece.path!r})")
 
     def finish(self, parameters: Sequence[str]) -> Function:
         if len(self.lines) > 1 and self.lines[-2].startswith("del "):
@@ -233,7 +232,12 @@ class _Writer:
 
     def nested_piece(self, item: Piece, needed: set[Key]) -> None:
         takes, gives = self.emitter.piece(item, needed)
-        which = [str(item.nth_call)] if item.path in self.emitter.shared_paths else []
+        variant, which = self.emitter.variant, []
+        if variant:
+            key = ForwardOf(variant, item.nth_call)
+            which = [self.write.shared(f"forward_{item.nth_call}_of_variant_{variant}", key)]
+        elif item.path in self.emitter.shared_paths:
+            which = [str(item.nth_call)]
         call = f"{self.write.module(item.path)}({', '.join(which + takes)})"
         self.lines.append(f"{', '.join(gives)} = {call}" if gives else call)
 
@@ -269,7 +273,7 @@ def _one_level_in(context: Context, base: Context) -> Context:
     depth = len(base.autocast)
     if len(context.autocast) > depth:
         return replace(base, autocast=context.autocast[: depth + 1])
-    return replace(base, grad=context.grad, no_grad_block=context.no_grad_block)
+    return replace(base, grad=context.grad)
 
 
 def _manager(context: Context, base: Context) -> str:

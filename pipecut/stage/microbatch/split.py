@@ -68,8 +68,10 @@ def split_by_specs(
     chunks: int,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
+    *,
+    fewer: bool = False,
 ) -> Microbatches:
-    """Cut a call as the specs say.
+    """Cut a call as the specs say; with `fewer`, too few samples make fewer microbatches, of one sample each.
 
     `args_chunk_spec` is a tuple with an entry for each positional argument, `kwargs_chunk_spec` a dict with the names
     of keyword arguments. An entry is TensorChunkSpec(dim), Replicate(), another ChunkSpec, None for the default, or a
@@ -93,7 +95,7 @@ def split_by_specs(
         *match_specs(args_chunk_spec, call.args, "args_chunk_spec", "cut"),
         *match_specs(kwargs_chunk_spec, call.kwargs, "kwargs_chunk_spec", "cut"),
     ]
-    return _split(call, chunks, rules, knows_batch=False)
+    return _split(call, chunks, rules, knows_batch=False, fewer=fewer)
 
 
 def split_by_dims(
@@ -102,6 +104,8 @@ def split_by_dims(
     chunks: int,
     dims: Mapping[str, int | None],
     signature: inspect.Signature,
+    *,
+    fewer: bool = False,
 ) -> Microbatches:
     """Cut a call whose tensors have their samples in known dims, None for a tensor that has none.
 
@@ -116,7 +120,7 @@ def split_by_dims(
     """
     _check_chunks(chunks)
     call = open_call(args, kwargs, signature)
-    return _split(call, chunks, [_known(name, leaf, dims) for name, leaf in call.named], knows_batch=True)
+    return _split(call, chunks, [_known(name, leaf, dims) for name, leaf in call.named], knows_batch=True, fewer=fewer)
 
 
 def split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[torch.Tensor]:
@@ -179,9 +183,9 @@ class _Leaf:
         return pieces
 
 
-def _split(call: Call, chunks: int, rules: Sequence[Rule], knows_batch: bool) -> Microbatches:
+def _split(call: Call, chunks: int, rules: Sequence[Rule], *, knows_batch: bool, fewer: bool) -> Microbatches:
     leaves = [_Leaf.of(name, value, rule) for (name, value), rule in zip(call.named, rules, strict=True)]
-    sizes = _agreed_sizes(call, leaves, chunks, knows_batch)
+    sizes = _agreed_sizes(call, leaves, chunks, knows_batch=knows_batch, fewer=fewer)
     in_order = _agreed_order([leaf for leaf in leaves if leaf.samples is not None])
     chunks = chunks if sizes is None else len(sizes)
     pieces = _cut_all(leaves, (1,) * chunks if sizes is None else sizes)
@@ -229,7 +233,9 @@ def even_sizes(samples: int, chunks: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (chunks - larger)
 
 
-def _agreed_sizes(call: Call, leaves: Sequence[_Leaf], chunks: int, knows_batch: bool) -> tuple[int, ...] | None:
+def _agreed_sizes(
+    call: Call, leaves: Sequence[_Leaf], chunks: int, *, knows_batch: bool, fewer: bool
+) -> tuple[int, ...] | None:
     """Return the sizes of the microbatches; None if no leaf has samples."""
     counted = [leaf for leaf in leaves if leaf.samples is not None]
     totals = collections.Counter(leaf.samples or 0 for leaf in counted)
@@ -244,16 +250,18 @@ def _agreed_sizes(call: Call, leaves: Sequence[_Leaf], chunks: int, knows_batch:
         else:
             lines += _other_specs(call, leaves, total)
         raise InputError("\n".join(lines))
-    if total < chunks:
-        first = counted[0]
-        shape = "" if first.dim is None else f" has shape {shape_text(first.value.shape)},"
-        most = f", or ask for fewer microbatches, at most {total}" if total else ""
-        raise TooFewSamplesError(
-            f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches "
-            f"({first.name}{shape} cut {first.way}): pass at least {chunks}{most}",
-            total,
-        )
-    return even_sizes(total, chunks)
+    if total >= chunks:
+        return even_sizes(total, chunks)
+    if fewer and total:
+        return even_sizes(total, total)
+    first = counted[0]
+    shape = "" if first.dim is None else f" has shape {shape_text(first.value.shape)},"
+    most = f", or ask for fewer microbatches, at most {total}" if total else ""
+    raise TooFewSamplesError(
+        f"{total} {'sample' if total == 1 else 'samples'} cannot be cut into {chunks} microbatches "
+        f"({first.name}{shape} cut {first.way}): pass at least {1 if fewer else chunks}{most}",
+        total,
+    )
 
 
 def _other_specs(call: Call, leaves: Sequence[_Leaf], batch: int) -> list[str]:

@@ -39,7 +39,6 @@ class _Shards(Replica):
             part.reshard()
         self._module = module
         self._hooks_only_forwards = [_hooks_only_forward(root) for root in _roots(module)]
-        self._device = next(module.parameters()).device
         self._dtypes = [parameter.dtype for parameter in module.parameters()]
         self._sharding_parts = [part for part in self._parts if any(map(_shards, fsdp_mesh_infos(part)))]
         groups = [
@@ -108,9 +107,10 @@ class _Shards(Replica):
             part.set_reshard_after_backward(last, recurse=False)
 
     def _call_hooks(self) -> None:
+        device = next(self._module.parameters()).device  # which to_empty() may have changed since
         for forward in self._hooks_only_forwards:
             with torch.enable_grad():
-                end = forward(torch.zeros((), device=self._device, requires_grad=True))
+                end = forward(torch.zeros((), device=device, requires_grad=True))
             end.backward()  # type: ignore[no-untyped-call]
 
 

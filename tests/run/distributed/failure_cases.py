@@ -94,6 +94,8 @@ def has_another_model(rank: int, what: str) -> None:
     width = 6 if what == "width" and rank == 1 else 8
     dtype = torch.float64 if what == "dtype" and rank == 1 else torch.float32
     model = (Other if what == "class" and rank == 1 else Narrow)(width, dtype)
+    if what == "layer" and rank == 1:
+        model.b = nn.Sequential(model.b, nn.Tanh())  # type: ignore[assignment]
     x = torch.randn(SAMPLES, WIDTH, dtype=dtype)
     pipe = pipeline(model, (x,))
     schedule = PlannedSchedule([pipe.build_stage(rank, "cpu")], plan_for("1F1B", ranks=2, microbatches=4), F.mse_loss)
@@ -192,8 +194,8 @@ def calls(rank: int, world: int, traced: bool, what: str) -> Any:
         args = ()
     elif what == "two inputs":
         args = args * 2
-    elif what == "few samples":
-        args = tuple(value[:2] for value in args)
+    elif what == "no samples":
+        args = tuple(value[:0] for value in args)
     elif what == "other target" and target is not None:
         target = target[:7]
     elif what == "eval on the first" and rank == 0 or what == "eval on the last" and rank == world - 1:
@@ -205,9 +207,11 @@ def calls(rank: int, world: int, traced: bool, what: str) -> Any:
 
 
 def swaps_schedules(rank: int, world: int, traced: bool) -> None:
-    """Two schedules of one plan, as for two models, called in another order on one rank."""
+    """Two schedules of the same stages, called in another order on one rank; one has many microbatches."""
     party = Party(rank, world, traced)
-    schedules = [party.schedule(), party.schedule()]
+    party.x, party.y = party.x.repeat(13, 1), party.y.repeat(13, 1)
+    many = PlannedSchedule(party.stages, plan_for("1F1B", ranks=world, microbatches=100), F.mse_loss)
+    schedules = [many, party.schedule()]
     for schedule in schedules:
         schedule.step(*party.args, target=party.target)
     for schedule in schedules if rank == 0 else reversed(schedules):

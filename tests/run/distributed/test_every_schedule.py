@@ -46,7 +46,9 @@ def test_a_plan_with_transfers(four_ranks: Ranks) -> None:
     four_ranks.run(check_plan, plan.lower(receives="early"), False)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "name", sampled(["1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"], ("1F1B", "ZBVZeroBubble").__contains__)
+)
 def test_tied_parameters_stay_the_same_bits_on_all_ranks_that_hold_them(four_ranks: Ranks, name: str) -> None:
     digests = four_ranks.run(train_tied, 4, name, 4)
     holders = [rank for rank, held in enumerate(digests) if {"embed.weight", "head.weight"} & held.keys()]

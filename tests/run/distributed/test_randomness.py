@@ -47,7 +47,7 @@ def on_one_rank(stages: int, traced: bool) -> PipelineSchedule:
     forwards = [f"{stage}F{microbatch}" for stage in range(stages) for microbatch in range(MICROBATCHES)]
     backwards = [f"{stage}B{microbatch}" for stage in reversed(range(stages)) for microbatch in range(MICROBATCHES)]
     plan = Plan.from_actions({0: forwards + backwards})
-    return PlannedSchedule(noisy_stages(plan, traced), plan, noisy_loss)
+    return PlannedSchedule(noisy_stages(plan, traced), plan, noisy_loss, random_numbers="per_stage")
 
 
 def check_random_numbers(rank: int, name: str, traced: bool, kind: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -124,8 +125,8 @@ def test_no_tensor_is_left_alive_over_fifty_steps(two_ranks: Ranks, traced: bool
 class OneQueue(DistributedTransport):
     """As with NCCL: what a pair of ranks sends and receives happens in one order, and each waits for those before."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        super().__init__(group, device)
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> None:
+        super().__init__(group, device, timeout)
         self.receives_ahead = False
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:

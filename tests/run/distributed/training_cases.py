@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecut import PipelineStage, PlannedSchedule, get_schedule_class
+from pipecut import PipelineStage, PipeWarning, PlannedSchedule, get_schedule_class
 from pipecut.run.schedule import PipelineSchedule
 from pipecut.schedule import Plan, plan_for
 from pipecut.schedule.registry import FAMILIES
@@ -96,6 +97,8 @@ def check_schedule(rank: int, world: int, name: str, traced: bool, counts: Seque
             check_eval(cut, schedule, cut.problem(microbatches + 1, seed=3))
         check_steps(cut, schedule, cut.problem(microbatches + 2), times=2)
         check_eval(cut, schedule, cut.problem(2 * microbatches, seed=1))
+        if microbatches == counts[-1]:
+            check_few_samples(cut, schedule)
 
 
 def check_plan(rank: int, plan: Plan, traced: bool) -> None:
@@ -104,6 +107,17 @@ def check_plan(rank: int, plan: Plan, traced: bool) -> None:
     schedule = PlannedSchedule(cut.stages, plan, cut.problem(1).loss_fn)
     check_steps(cut, schedule, cut.problem(plan.microbatches + 2), times=2)
     check_eval(cut, schedule, cut.problem(2 * plan.microbatches, seed=1))
+    check_few_samples(cut, schedule)
+
+
+def check_few_samples(cut: Cut, schedule: PipelineSchedule) -> None:
+    """A step and an evaluation with fewer samples than microbatches: all ranks run as many as there are."""
+    samples = max(1, schedule.n_microbatches - 1)
+    check_eval(cut, schedule, cut.problem(1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the batch has", PipeWarning)  # on the rank of the first stage
+        check_steps(cut, schedule, cut.problem(samples))
+    check_eval(cut, schedule, cut.problem(samples))
 
 
 def check_steps(cut: Cut, schedule: PipelineSchedule, problem: Problem, times: int = 1) -> None:
@@ -121,7 +135,7 @@ def check_steps(cut: Cut, schedule: PipelineSchedule, problem: Problem, times: i
     )
     assert abs(schedule.mean_loss() - expected.loss) < TIGHT
     if cut.is_last:
-        assert len(losses) == schedule.n_microbatches
+        assert len(losses) == min(len(problem.target), schedule.n_microbatches)
         assert_same(output, {key: value.detach() for key, value in expected.output.items()}, "output", TIGHT)
     else:
         assert output is None

@@ -33,15 +33,18 @@ def call(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {"batch": batch, "temperature": torch.tensor(0.5), "scale": 2.0}
 
 
-def cut(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Pipe:
-    return pipeline(model, args, kwargs, split_spec={"second": SplitPoint.BEGINNING})
+def cut(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic: Any = None) -> Pipe:
+    return pipeline(model, args, kwargs, split_spec={"second": SplitPoint.BEGINNING}, dynamic=dynamic)
 
 
 def test_a_traced_call_is_cut_where_its_batch_is() -> None:
     model = Net()
     pipe = cut(model, *call(3))
-    dims = batch_dims(pipe.traced.call)
-    assert dims == {
+    args, kwargs = call(7)
+    batch = batch_dims(pipe.traced.call, args, kwargs)
+    assert batch is not None
+    assert (batch.samples, batch.exact, batch.untied) == (7, None, ())
+    assert batch.dims == {
         "x": 0,
         "more[0]": 0,
         "more[1]": None,
@@ -49,14 +52,13 @@ def test_a_traced_call_is_cut_where_its_batch_is() -> None:
         "batch['positions']": None,
         "options['temperature']": None,
     }
-    args, kwargs = call(7)
-    made = split_by_dims(args, kwargs, 3, dims, pipe.traced.signature)
+    made = split_by_dims(args, kwargs, 3, batch.dims, pipe.traced.signature)
     assert made.sizes == (3, 2, 2)
     outputs = [pipe(*part, **named) for part, named in zip(made.args, made.kwargs, strict=True)]
     torch.testing.assert_close(merge_chunks(outputs, None, made.sizes), model(*args, **kwargs))
 
 
-def test_a_trace_for_one_size_does_not_know_the_batch() -> None:
+def test_a_trace_for_one_size_has_microbatches_of_that_size() -> None:
     class Fixed(Net):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             hidden: Tensor = self.second(self.first(x).reshape(3, 4))
@@ -64,18 +66,26 @@ def test_a_trace_for_one_size_does_not_know_the_batch() -> None:
 
     with pytest.warns(PipeWarning, match="dim 0 of x is always 3"):
         pipe = cut(Fixed(), (torch.zeros(3, 4),))
-    assert batch_dims(pipe.traced.call) is None
+    batch = batch_dims(pipe.traced.call, (torch.zeros(6, 4),), {})
+    assert batch is not None
+    assert (batch.dims, batch.samples, batch.exact) == ({"x": 0}, 6, 3)
+    assert "test_traced.py" in batch.source
 
 
-def test_two_sizes_that_are_not_tied_are_refused() -> None:
-    class Lookup(Net):
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
-            hidden: Tensor = self.second(self.first(x) + table[0])
-            return hidden
+class Lookup(Net):
+    """Nothing ties the rows of its arguments."""
 
-    pipe = cut(Lookup(), (torch.zeros(3, 4), torch.zeros(9, 4)))
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        hidden: Tensor = self.second(self.first(x) + table[0])
+        return hidden
+
+
+@pytest.mark.parametrize(("example", "rows"), [(9, 9), (3, 9)])
+def test_two_sizes_that_are_not_tied_and_differ_are_refused(example: int, rows: int) -> None:
+    """They differ in the example, or in the call."""
+    pipe = cut(Lookup(), (torch.zeros(3, 4), torch.zeros(example, 4)))
     with pytest.raises(InputError) as caught:
-        batch_dims(pipe.traced.call)
+        batch_dims(pipe.traced.call, (torch.zeros(6, 4), torch.zeros(rows, 4)), {})
     assert str(caught.value) == (
         "the trace does not show which of batch, table_dim0 is the batch, that is to be cut:\n"
         "  x is float32[batch, 4]\n"
@@ -94,11 +104,38 @@ def test_a_size_that_is_not_the_batch_itself_is_refused() -> None:
 
     pipe = cut(Doubled(), (torch.zeros(3, 4), torch.zeros(6, 4)))
     with pytest.raises(InputError) as caught:
-        batch_dims(pipe.traced.call)
+        batch_dims(pipe.traced.call, (torch.zeros(3, 4), torch.zeros(6, 4)), {})
     assert str(caught.value) == (
         "pairs is float32[2*batch, 4] in the trace, which cannot be cut along batch: "
         "say where the samples are with args_chunk_spec and kwargs_chunk_spec: TensorChunkSpec(dim) or Replicate()"
     )
+
+
+def dims_of(pipe: Pipe, *rows: int) -> dict[str, int | None]:
+    batch = batch_dims(pipe.traced.call, tuple(torch.zeros(each, 4) for each in rows), {})
+    assert batch is not None
+    return dict(batch.dims)
+
+
+def test_inputs_that_are_as_large_in_the_example_and_in_the_call_belong_together() -> None:
+    pipe = cut(Lookup(), (torch.zeros(3, 4), torch.zeros(3, 4)))
+    assert dims_of(pipe, 6, 6) == {"x": 0, "table": 0}
+    assert dims_of(pipe, 6, 1) == {"x": 0, "table": None}  # one row is for all samples
+    batch = batch_dims(pipe.traced.call, (torch.zeros(6, 4), torch.zeros(6, 4)), {})
+    assert batch is not None
+    assert batch.untied == ("table",)
+
+
+def test_a_size_of_another_name_is_not_the_batch() -> None:
+    """Also if the example or the call has as many of both."""
+    for dynamic in ({"table": {0: "rows"}}, {"x": {0: "batch"}, "table": {0: "rows"}}):
+        pipe = cut(Lookup(), (torch.zeros(3, 4), torch.zeros(3, 4)), dynamic=dynamic)
+        assert dims_of(pipe, 6, 6) == {"x": 0, "table": None}
+
+
+def test_beside_a_size_that_is_called_batch_one_that_was_another_in_the_example_is_not_it() -> None:
+    pipe = cut(Lookup(), (torch.zeros(3, 4), torch.zeros(9, 4)), dynamic={"x": {0: "batch"}})
+    assert dims_of(pipe, 6, 6) == {"x": 0, "table": None}
 
 
 # split_by_dims alone

@@ -65,6 +65,7 @@ class Grid:
         parts: Callable[[int], nn.Module] = Part,
         width: int = 8,
         dtype: torch.dtype = torch.float64,
+        **options: Any,
     ) -> None:
         self.mesh = init_device_mesh("cpu", (REPLICAS, PIPELINE), mesh_dim_names=("dp", "pp"))
         self.replica, self.rank = divmod(number, PIPELINE)
@@ -82,9 +83,9 @@ class Grid:
         ]
         loss = nn.functional.mse_loss
         self.schedule: Any = (
-            get_schedule_class(schedule)(stages, plan.microbatches, loss)  # type: ignore[arg-type]
+            get_schedule_class(schedule)(stages, plan.microbatches, loss, **options)  # type: ignore[arg-type]
             if isinstance(schedule, str)
-            else PlannedSchedule(stages, plan, loss)
+            else PlannedSchedule(stages, plan, loss, **options)
         )
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
@@ -100,11 +101,13 @@ class Grid:
         x, y = self.batch(seed)
         return x.chunk(REPLICAS)[self.replica], y.chunk(REPLICAS)[self.replica]
 
-    def step(self, seed: int = 0) -> None:
-        """A step of both pipelines on their halves, and of the whole model on the whole batch."""
+    def step(self, seed: int = 0) -> float:
+        """A step of both pipelines on their halves, and of the whole model on the whole batch: its loss."""
         x, y = self.batch(seed)
-        nn.functional.mse_loss(self.whole(x), y).backward()
+        loss = nn.functional.mse_loss(self.whole(x), y)
+        loss.backward()
         self.pipeline_step(seed)
+        return loss.item()
 
     def pipeline_step(self, seed: int = 0) -> None:
         """A step of both pipelines only."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from pipecut import PipelineStage, StepError
 from pipecut.errors import DisagreementError, InputError
 from tests.stage.replica.pipeline_grid import REPLICAS, Block, Grid, Part, Wrap, plan_of
 from tests.stage.replica.wrappers import copied, sharded
+from tests.support.limits import PATIENCE
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -120,21 +125,91 @@ class Choosy(Part):
 
 def use_in_one_copy(number: int) -> str:
     grid = Grid(number, "1F1B", copied, parts=Choosy)
-    if grid.replica == 1:
-        grid.pipeline_step()
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
 
 def test_parameters_that_only_one_copy_uses(ranks: Ranks) -> None:
-    """The copy that uses them gets its average; it hears of the other's error in its next step."""
+    """The copy that uses them had its average and returned; it heard of the other's error in its next step."""
     message = same_on_all(ranks, use_in_one_copy)
     assert message.startswith("rare.down.weight, rare.norm.bias, rare.norm.weight, rare.up.bias, rare.up.weight got no")
+
+
+class Louder(Part):
+    """Has a layer without parameters, which DistributedDataParallel does not look for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.extra = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(super().forward(x))
+
+
+def have_other_layers(number: int) -> str:
+    grid = Grid(number, "1F1B", copied, parts=Louder if number // 2 else Part)
+    return message_of(DisagreementError, grid.pipeline_step)
+
+
+def test_copies_that_hold_other_layers(ranks: Ranks) -> None:
+    for number, message in enumerate(ranks.run(have_other_layers)):
+        assert f"stage {number % 2} and its copies: 11 modules and 11 tensors" in message
+        assert "on rank 0; 12 modules and 11 tensors" in message
+
+
+def lose_a_copy(number: int) -> str:
+    grid = Grid(number, "1F1B", copied)
+    x, y = grid.half(0)
+    y = y * float("nan") if grid.replica == 1 else y
+
+    def step() -> None:
+        grid.schedule.step(*((x,) if grid.is_first else ()), **({"target": y} if grid.is_last else {}))
+
+    message = message_of(StepError, step)
+    assert all(parameter.grad is None for module in grid.modules.values() for parameter in module.parameters())
+    grid.step()
+    grid.check_gradients()
+    return message
+
+
+def test_a_loss_that_is_nan_in_one_pipeline_is_an_error_in_all(ranks: Ranks) -> None:
+    message = same_on_all(ranks, lose_a_copy)
+    assert message.startswith("the step failed: rank 3 (rank 1 of its pipeline) failed after its last action: ")
+
+
+def stop(number: int, wrap: Wrap, timeout: float, folder: Path) -> str:
+    """Rank 3 is stopped in a backward, and goes on when all others have given up."""
+    grid = Grid(number, "1F1B", wrap, timeout=timeout)
+    grid.pipeline_step(0)
+    for module in grid.modules.values():
+        module.zero_grad()
+    if number == 3:
+        (folder / "pid").write_text(str(os.getpid()))
+        hook = next(grid.modules[1].parameters()).register_post_accumulate_grad_hook
+        hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+    message = message_of(StepError, lambda: grid.pipeline_step(1))
+    (folder / str(number)).touch()
+    if number == 0:
+        while not all((folder / str(other)).exists() for other in (1, 2)):
+            time.sleep(0.05)
+        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [copied, sharded])
+def test_a_copy_that_is_stopped(tmp_path: Path, wrap: Wrap) -> None:
+    """Its copy waited in a collective, which knows the group's timeout only: here minutes."""
+    with Ranks(4) as ranks:
+        for message in ranks.run(stop, wrap, 2.0 * PATIENCE, tmp_path):
+            assert "timed out waiting for" in message
+            assert "has ended or was killed" not in message
 
 
 def use_later(number: int) -> str:
     grid = Grid(number, "1F1B", partial(copied, static_graph=True), parts=Wasteful)
     grid.pipeline_step()
     for module in grid.modules.values():
+        module.zero_grad()
         module.module.is_spare = False  # type: ignore[union-attr]
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 
@@ -159,6 +234,7 @@ def unfreeze(number: int) -> str:
     grid = Grid(number, "1F1B", copied, parts=Frozen)
     grid.step()
     for module in grid.modules.values():
+        module.zero_grad()
         module.get_parameter("module.scale").requires_grad_(True)
     return message_of(StepError, grid.pipeline_step).split("InputError: ")[1]
 

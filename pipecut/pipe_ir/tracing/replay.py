@@ -1,0 +1,326 @@
+"""Runs of a model after its trace, on tensors without memory: what a forward does when it runs again.
+
+They run in a row on one copy, so that what one leaves behind shows in the next: the first with other random numbers,
+the second in other sizes, the third without gradients. A run without a tracer and with plain numbers for sizes takes a
+small part of the time of torch.export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+from ...torch_internals import (
+    HOOK_DICTS,
+    FakeTensorMode,
+    buffers_of,
+    default_generators,
+    fake_mode_with_numbers,
+    intercepted_checkpoints,
+    intercepted_functions,
+    parameters_of,
+    reported_hooks,
+    seen_as_export,
+)
+from ..copies import quiet_subclass, stand_in_for_meta
+from ..inputs import Example
+from ..structure import map_leaves
+from ..traced import TracedModel
+from .events import History
+from .history import HistoryRecorder, Numbers, new_buffers
+from .records import reason_of
+from .run import FoldCertainRandomBranches, TraceNoopContiguous, is_without_memory, kept_random_numbers
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One more run of a model: its history, `how` it differed from the traced run in words, and its gradient mode.
+
+    `error` is what the forward raised, if it did; the history then ends there.
+    """
+
+    history: History
+    how: str
+    with_gradients: bool = True
+    error: str | None = None
+
+
+class StandInInputs:
+    """The part of a Recorder that modules which stay as they are need, in a run without a tracer."""
+
+    listens = True
+    depth = (0, 0)
+
+    def __init__(self) -> None:
+        self.input_values: Sequence[Tensor] = ()
+
+    def abandon(self, depth: tuple[int, int]) -> None:
+        """Do nothing: there are no open spans."""
+
+    def restart(self) -> None:
+        """Begin a run; whoever counts calls begins anew."""
+
+
+class Replayer:
+    """Runs `runner`, a copy of a model in the mode and with the hooks of its trace, again."""
+
+    def __init__(
+        self,
+        runner: nn.Module,
+        example: Example,
+        traced: TracedModel,
+        inputs: StandInInputs,
+        device: torch.device | None = None,
+    ) -> None:
+        self.runner, self.example, self.traced, self.inputs = runner, example, traced, inputs
+        self.mode = fake_mode_with_numbers()
+        self.numbers = Numbers()
+        self.paths = {id(vars(module)): path for path, module in runner.named_modules()}
+        self._recorder: _ReplayRecorder
+        assert traced.history is not None
+        self.sizes = traced.history.sizes
+        self._device = torch.device("cpu") if is_without_memory(traced.model) else device
+        if self._device is None:
+            _replace_state(runner, self.mode)
+        else:
+            stand_in_for_meta(runner, (), self.mode, device=self._device)
+        for module in runner.modules():
+            self._watch(module)
+
+    def run(self, apart: bool) -> tuple[Replay, ...]:
+        """Return the runs, one after the other; those are left out in which the model raises for another reason."""
+        with kept_random_numbers(()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first = self._run(self.sizes, 1, "with other random numbers", boundaries=True)
+            if first.error is not None:
+                return (first,)
+            return (first, *(self._apart() if apart else self._together()))
+
+    def _together(self) -> Iterator[Replay]:
+        """Yield one run that differs in several respects, or several runs if it fails."""
+        for shapes, text in _other_sizes(self.traced, self.sizes):
+            found = self._run(shapes, 2, f"in other sizes ({text}) under torch.no_grad()", with_gradients=False)
+            if found.error is None:
+                yield found
+                return
+            break
+        yield from self._apart()
+
+    def _apart(self) -> Iterator[Replay]:
+        yield self._run(self.sizes, 2, "a second time in a row")
+        for shapes, text in _other_sizes(self.traced, self.sizes):
+            resized = self._run(shapes, 3, f"in other sizes ({text})")
+            if resized.error is None:
+                yield resized
+                break
+        without = self._run(self.sizes, 4, "under torch.no_grad()", with_gradients=False)
+        if without.error is None:
+            yield without
+
+    def _run(
+        self,
+        shapes: Sequence[Sequence[int]],
+        seed: int,
+        how: str,
+        *,
+        with_gradients: bool = True,
+        boundaries: bool = False,
+    ) -> Replay:
+        tensors = self._inputs(shapes)
+        self.inputs.input_values = tensors
+        self.inputs.restart()
+        recorder = self._recorder = _ReplayRecorder(self.paths, self.numbers, seed, boundaries)
+        args, kwargs = self.example.call_with(tuple(tensors))
+        error: str | None = None
+        with _surroundings(self.mode, with_gradients), reported_hooks(self._on_hook):
+            recorder.begin(self.runner, tensors)
+            try:
+                with recorder:
+                    self.runner(*args, **kwargs)
+            except Exception as raised:  # the model's own, which is reported or shows that a size is not for it
+                error = reason_of(raised)  # the error itself would keep alive what the run made
+        return Replay(recorder.finish(), how, with_gradients, error)
+
+    def _inputs(self, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        made = []
+        for tensor, shape in zip(self.example.tensors, shapes, strict=True):
+            own = tuple(tensor.shape) == tuple(shape) and tensor.layout == torch.strided
+            options: Any = {"dtype": tensor.dtype, "device": self._device or tensor.device}
+            with self.mode:
+                fake = torch.empty_strided(shape, tensor.stride(), **options) if own else torch.empty(shape, **options)
+            made.append(fake.requires_grad_(tensor.requires_grad))
+        return made
+
+    def _watch(self, module: nn.Module) -> None:
+        opened: list[tuple[tuple[int, int], dict[str, Any]]] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            opened.append((self._recorder.enter(module, args, kwargs), dict(buffers_of(module))))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+            position, buffers = opened.pop()
+            with self._recorder.paused():
+                output = map_leaves(lambda leaf: self._recorder.own_result(leaf, position), result)
+            self._recorder.leave(result, output, new_buffers(module, buffers))
+            return output
+
+        _watch_calls(module, enter, leave)
+
+    def _on_hook(self, hooks: Any) -> None:
+        # Hooks of modules are Python state like any other; those of tensors act in the backward.
+        dicts = (vars(module).get(name) for module in self.runner.modules() for name in HOOK_DICTS)
+        if not any(hooks is own for own in dicts):
+            self._recorder.note_effect("a hook on a tensor or on its grad_fn")
+
+
+class _ReplayRecorder(HistoryRecorder):
+    """Recorder of a run without a tracer, which also sees what the forward does to random number generators.
+
+    On tensors without memory no operation draws a number. torch's generators are therefore given a new seed before
+    each call: one with any other seed was seeded or set by the forward.
+    """
+
+    def __init__(self, paths: Mapping[int, str], numbers: Numbers, seed: int, boundaries: bool) -> None:
+        super().__init__(paths, numbers)
+        self._generators, self._seed = default_generators(), seed * 10_000_019
+        self._numpy: Any = sys.modules.get("numpy")
+        random.seed(seed)
+        if self._numpy is not None:
+            self._numpy.random.seed(seed)
+        self._boundaries = boundaries
+        self._drawn = self._states()
+        self._next_seed()
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int]:
+        """Note the begin of a module's call; return the numbers of events and of tensors so far."""
+        self._look_at_generators()
+        return super().enter(module, args, kwargs)
+
+    def leave(self, result: Any, handed_on: Any, buffers: Mapping[str, Tensor]) -> None:
+        """Note the end of a module's call."""
+        self._look_at_generators()
+        super().leave(result, handed_on, buffers)
+
+    def own_result(self, leaf: Any, since: tuple[int, int]) -> Any:
+        """Return a tensor that a call made or wrote to, an alias of any other: as the trace has it."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        events, tensors = since
+        number = self._numbers.of(leaf)
+        made = number >= tensors or any(number in written for written in self._written_since(events))
+        return leaf if made else torch.ops.aten.alias.default(leaf)
+
+    def handed_on(self, func: Any, result: Any, used: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
+        """Return an alias of an argument that a function hands back unchanged (`x.to(x.dtype)`), to tell them apart."""
+        is_argument = isinstance(result, Tensor) and any(result is tensor for tensor in used)
+        if not is_argument or written or getattr(func, "__name__", "").endswith("_"):
+            return result
+        return torch.ops.aten.alias.default(result)
+
+    def before_call(self) -> None:
+        self._look_at_seeds()
+
+    def _look_at_generators(self) -> None:
+        self._look_at_seeds()
+        states = self._states()
+        for name, state in states.items():
+            if state != self._drawn[name]:
+                self.note_effect(name)
+        self._drawn = states
+
+    def _look_at_seeds(self) -> None:
+        if any(generator.initial_seed() != self._seed for generator in self._generators):
+            self.note_effect("a seed or a state for torch's random numbers (manual_seed, set_rng_state, fork_rng)")
+        self._next_seed()
+
+    def _next_seed(self) -> None:
+        self._seed += 1
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def _states(self) -> dict[str, Any]:
+        if not self._boundaries:
+            return {}
+        states: dict[str, Any] = {"random numbers of Python (the module random)": random.getstate()}
+        if self._numpy is not None:
+            kind, keys, *rest = self._numpy.random.get_state()
+            states["random numbers of numpy (numpy.random)"] = (kind, keys.tobytes(), *rest)
+        return states
+
+
+@contextlib.contextmanager
+def _surroundings(mode: FakeTensorMode, with_gradients: bool) -> Iterator[None]:
+    """Let code run as in a trace, without a tracer."""
+    with (
+        torch.set_grad_enabled(with_gradients),
+        torch.compiler.set_stance("force_eager"),
+        seen_as_export(),
+        intercepted_functions(_on_function),
+        intercepted_checkpoints(_on_checkpoint),
+        mode,
+        FoldCertainRandomBranches(),
+        TraceNoopContiguous(),
+    ):
+        yield
+
+
+def _on_function(cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if cls is not torch_checkpoint.CheckpointFunction:
+        return run(*args, **kwargs)
+    function, _, *inputs = args
+    carries = any(isinstance(item, Tensor) and item.requires_grad for item in inputs)
+    with torch.set_grad_enabled(carries and torch.is_grad_enabled()):
+        return function(*inputs)
+
+
+def _on_checkpoint(args: Any, options: Any) -> Iterator[None]:
+    yield
+
+
+def _watch_calls(module: nn.Module, enter: Callable[..., None], leave: Callable[..., Any]) -> None:
+    """Call `enter` and `leave` at both ends of a module's calls, inside of a `__call__` of its class's own."""
+    cls = type(module)
+    if cls.__call__ is nn.Module.__call__:
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True)
+        return
+
+    def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        enter(module, args, kwargs)
+        return leave(module, args, kwargs, cls.__call__(module, *args, **kwargs))
+
+    module.__class__ = quiet_subclass(cls, {"__call__": __call__})
+
+
+def _replace_state(model: nn.Module, mode: FakeTensorMode) -> None:
+    for module in model.modules():
+        for tensors in (parameters_of(module), buffers_of(module)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = mode.from_tensor(tensor, static_shapes=True)  # type: ignore[assignment]
+
+
+_OTHERS: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n, lambda n: n + 2, lambda n: 3 * n)
+
+
+def _other_sizes(traced: TracedModel, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], str]]:
+    """Yield other shapes of the inputs for which the trace holds, and the sizes in words."""
+    entries = {entry.value: entry.spec for entry in traced.inputs if entry.value is not None}
+    order = sorted(entries)  # the inputs come in the order of the call
+    sizes = {symbol: shapes[order.index(value)][dim] for symbol, (value, dim) in traced.dims.items()}
+    for other in _OTHERS if sizes else ():
+        new = {symbol: other(size) for symbol, size in sizes.items()}
+        if all(condition.holds.subs(new) != sympy.false for condition in traced.conditions):
+            text = ", ".join(f"{symbol} = {new[symbol]} instead of {size}" for symbol, size in sizes.items())
+            specs = [entries[value] for value in order]
+            yield [[int(sympy.sympify(dim).subs(new)) for dim in spec.shape] for spec in specs if spec], text

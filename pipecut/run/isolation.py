@@ -1,0 +1,390 @@
+"""Isolation of ranks: the first training step on ranks shows whether one uses or changes what others hold.
+
+The process of a rank usually has the whole model, of which it trains its own stages. What reaches the rest of it past
+the trace (a loss_fn over all of the model's parameters, a hook or a closure with another layer's weight) gets values
+there that nobody updates, and gives gradients that nobody adds up. A list that a hook fills is empty where loss_fn
+reads it. The first training step is watched for this:
+
+- graphs of autograd must lead to no parameter that other ranks hold; none may get a gradient or be written to;
+- where hooks, closures or loss_fn lead to such a parameter, no operation of a forward may use it;
+- lists, dicts, attributes and variables that the code of loss_fn names may change on its own rank only;
+- neither may numbers there that the code of a module names which did something else when the model ran again: a count
+  that layers of several stages share is another one on each rank.
+
+That takes about a microsecond for each operation of a forward and each tensor of other ranks, and is over with the
+step. What hooks of different stages tell each other in Python's objects is not seen here, but by `pipecut.verify`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from ..errors import IsolationError
+from ..pipe_ir import (
+    Reads,
+    functions_around,
+    has_attributes,
+    is_own_class,
+    is_own_code,
+    names_in,
+    storages_of,
+    tensors_in_reach,
+    used_variables,
+)
+from ..schedule import Action, Op
+from ..stage import PipelineStage, held_elsewhere
+from ..text import listed
+from ..torch_internals import storage_id, version_of
+from .executor import Executor, Handler
+from .state import StepState
+
+_WATCHED = (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_SHOWN = 4
+_REMEDY = (
+    "A loss of parameters, such as a regularisation, is added by schedule.add_loss(). Anything else has to go through "
+    "the forward of the model, where the trace sees it and ties or sends it; or cut so that both are in one stage"
+)
+
+
+class Isolation:
+    """Watches training steps: on ranks the first one, and any that is asked for."""
+
+    def __init__(self, stages: Sequence[PipelineStage], loss_fn: object, *, in_process: bool) -> None:
+        self._in_process = in_process
+        self._origin = stages[0].origin
+        self._loss_fn = loss_fn
+        self.is_due = not in_process
+
+    def ask(self) -> None:
+        """Let the next training step be watched."""
+        self.is_due = True
+
+    def watching(self, executors: Iterable[Executor]) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a step in which stages that leave their rank raise an error.
+
+        Here is all that may fail: what hooks and closures lead to is looked for in objects of any kind.
+        """
+        return self._watching([(executor, self._watch_of(executor)) for executor in executors])
+
+    @contextlib.contextmanager
+    def _watching(self, watches: Sequence[tuple[Executor, _Watch]]) -> Iterator[None]:
+        usual = [(executor, {op: executor.handlers[op] for op in _WATCHED}) for executor, _ in watches]
+        for executor, watch in watches:
+            for op in _WATCHED:
+                executor.handlers[op] = watch.around(executor.handlers[op])
+        try:
+            yield
+        finally:
+            for executor, handlers in usual:
+                executor.handlers.update(handlers)
+        self.is_due = False
+
+    def _watch_of(self, executor: Executor) -> _Watch:
+        origin = self._origin
+        model = None if origin is None else origin.model
+        own = {id(tensor) for stage in executor.stages.values() for tensor in _tensors_of(stage.submod).values()}
+        every = {} if model is None else _tensors_of(model)
+        others = {name: tensor for name, tensor in every.items() if id(tensor) not in own}
+        where = {name: "" if origin is None else held_elsewhere(origin.holders, name) for name in others}
+        has_loss = any(stage.is_last for stage in executor.stages.values())
+        touched = [_Touched(None if has_loss else self._loss_fn, _LOSS_FN), *_modules_of_others(executor, model)]
+        loss_fn = self._loss_fn if has_loss else None
+        return _Watch(executor.stages, others, where, touched, loss_fn, sees_others=self._in_process)
+
+
+def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Touched]:
+    """Return the state of Python that modules of other stages use, of those by which it makes a difference."""
+    infos = next((stage.pipe_info for stage in executor.stages.values()), None)
+    if infos is None or model is None:
+        return []
+    return [
+        _Touched(model.get_submodule(path).forward, _OTHER_MODULE.format(path=path, stage=info.index), plain=True)
+        for info in infos.stages
+        if info.index not in executor.stages
+        for path in info.changing
+    ]
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_buffers(remove_duplicate=False)), **dict(module.named_parameters())}
+
+
+class _Trace:
+    """Signs that a tensor of another rank was changed here: its version, and its gradient with its own version."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._has_version = not tensor.is_inference()
+        self._version = version_of(tensor) if self._has_version else 0
+        self._gradient = tensor.grad if tensor.is_leaf else None
+        self._gradient_version = 0 if self._gradient is None else version_of(self._gradient)
+
+    def change(self) -> str:
+        """Return how the tensor was changed since, in words; nothing if it was not."""
+        tensor, gradient = self._tensor, self._gradient
+        if self._has_version and version_of(tensor) != self._version:
+            return "changes"
+        is_new = tensor.is_leaf and tensor.grad is not gradient
+        is_added_to = gradient is not None and version_of(gradient) != self._gradient_version
+        return "gives a gradient to" if is_new or is_added_to else ""
+
+
+class _Watch:
+    """Looks after the stages of one rank: `others` are the model's tensors that these do not hold."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        others: Mapping[str, Tensor],
+        holders: Mapping[str, str],
+        touched: Sequence[_Touched],
+        loss_fn: object,
+        *,
+        sees_others: bool,
+    ) -> None:
+        self._stages = stages
+        self._names = {id(tensor): name for name, tensor in others.items()}
+        self._holders = holders
+        self._touched = touched
+        roots = [root for stage in stages.values() for root in functions_around(stage.submod)]
+        parts = [part for stage in stages.values() for part in stage.submod.modules()]
+        own = {storage for stage in stages.values() for storage in storages_of(stage.submod)}
+        self._in_reach = {
+            storage_id(tensor): self._names[id(tensor)]
+            for tensor in tensors_in_reach([*roots, loss_fn], apart=parts)
+            if id(tensor) in self._names and tensor.requires_grad and storage_id(tensor) not in own
+        }
+        # In one process they change in the steps of the ranks that hold them.
+        self._before = {} if sees_others else {name: _Trace(tensor) for name, tensor in others.items()}
+        self._kept = list(others.values())  # their ids stay theirs
+
+    def around(self, handler: Handler) -> Handler:
+        """Return a handler of actions that looks at what they have done."""
+
+        def watched(action: Action, state: StepState) -> None:
+            stage = self._stages[action.stage]
+            for each in self._touched:
+                each.note()
+            with self._reads(stage) if self._in_reach and action.op is Op.FORWARD else contextlib.nullcontext():
+                handler(action, state)
+            if action.op is Op.FORWARD:
+                flight = None if action.microbatch is None else stage.flights.get(action.microbatch)
+                if flight is not None:
+                    roots = flight.outputs if flight.loss is None else [flight.loss]
+                    self._check_graph(stage, roots)
+            self._check_changes(stage, action)
+            self._check_touched(stage, action)
+
+        return watched
+
+    def _reads(self, stage: PipelineStage) -> Reads:
+        """Return a context in which operations on what others train raise: here its values are never updated."""
+
+        def found(name: str, line: str) -> None:
+            raise IsolationError(
+                f"stage {stage.stage_index} uses {name} (of {self._holders[name]}) at {line}, past the values that are "
+                f"sent. On separate ranks its gradient is lost, and its value here is never updated. {_REMEDY}"
+            )
+
+        return Reads(self._in_reach, found)
+
+    def _check_graph(self, stage: PipelineStage, roots: Iterable[object]) -> None:
+        reached = {id(leaf) for leaf in _leaves_of(root for root in roots if isinstance(root, Tensor))}
+        found = [f"{name} (of {self._holders[name]})" for number, name in self._names.items() if number in reached]
+        if found:
+            place = "the loss" if stage.is_last else "an output"
+            raise IsolationError(
+                f"{place} of stage {stage.stage_index} depends on {listed(found, _SHOWN)}, past the values that are "
+                f"sent: {self._way(stage)}. On separate ranks that gradient is lost, and the value here is never "
+                f"updated. {_REMEDY}"
+            )
+
+    def _check_changes(self, stage: PipelineStage, action: Action) -> None:
+        for name, trace in self._before.items():
+            change = trace.change()
+            if change:
+                raise IsolationError(
+                    f"stage {stage.stage_index} {change} {name} (of {self._holders[name]}) in {action}: "
+                    f"{self._way(stage)}. That does not reach the rank that holds it. {_REMEDY}"
+                )
+
+    def _check_touched(self, stage: PipelineStage, action: Action) -> None:
+        for each in self._touched:
+            change = each.change()
+            if change:
+                raise IsolationError(f"stage {stage.stage_index} changes {change} in {action}, which {each.meaning}")
+
+    def _way(self, stage: PipelineStage) -> str:
+        ways = "a hook, a closure or an attribute that refers to the model"
+        return f"by loss_fn, or by {ways}" if stage.is_last else f"by {ways}"
+
+
+def _leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors at which the graphs of some tensors begin."""
+    waiting: list[Node] = []
+    for root in roots:
+        if root.grad_fn is not None:
+            waiting.append(root.grad_fn)
+        elif root.requires_grad:
+            yield root
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+# The state of Python that a loss_fn uses, or a module of another stage.
+
+_LOSS_FN = (
+    "loss_fn uses: on separate ranks loss_fn runs in another process, and finds its own as it was. Let the model "
+    "return what loss_fn needs in its output, which is sent; or, if loss_fn reads nothing of it, give it an object of "
+    "its own"
+)
+_OTHER_MODULE = (
+    "{path!r} of stage {stage} uses, and that module does something else from call to call: on separate ranks each has "
+    "its own. Cut so that both are in one stage, let each module have an object of its own, or hand the value over as "
+    "a tensor, in arguments and results"
+)
+
+_PLAIN = (bool, int, float, complex, str)
+_COLLECTIONS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place whose values can change: `names` are those of the values, if they have some."""
+
+    told: str
+    read: Callable[[], list[Any]]
+    names: tuple[str, ...] = ()
+
+
+class _Touched:
+    """Lists, dicts, attributes and variables that the code of a function names: who changes them may mean to tell it.
+
+    With `plain`, only numbers and strings count: tensors in a cache are the same for everybody. `meaning` is what a
+    change says of the function, in words.
+
+    >>> log: list[float] = []
+    >>> touched = _Touched(lambda output: output.mean() + sum(log), "loss_fn uses")
+    >>> touched.note()
+    >>> touched.change()
+    ''
+    >>> log.append(0.5)
+    >>> touched.change()
+    "'log' in pipecut.run.isolation"
+    """
+
+    def __init__(self, function: object, meaning: str, *, plain: bool = False) -> None:
+        self.meaning = meaning
+        self._plain = plain
+        self._slots: list[_Slot] = []
+        seen: dict[tuple[int, frozenset[str]], object] = {}  # other code may name other attributes of an object
+        waiting: list[_Found] = (
+            [] if function is None else [_Found(function, "the module" if plain else "loss_fn", frozenset())]
+        )
+        while waiting:
+            found = waiting.pop()
+            key = id(found.value), frozenset() if isinstance(found.value, types.FunctionType) else found.names
+            if key not in seen and not isinstance(found.value, (Tensor, types.ModuleType, *_PLAIN)):
+                seen[key] = found.value
+                waiting += self._visit(found)
+        self._before: list[list[Any]] = []
+
+    def note(self) -> None:
+        """Note the values as they are."""
+        self._before = [slot.read() for slot in self._slots]
+
+    def change(self) -> str:
+        """Say what was changed since they were noted, if anything was."""
+        for slot, before in zip(self._slots, self._before, strict=True):
+            now = slot.read()
+            if self._plain:
+                now, before = ([each for each in values if isinstance(each, _PLAIN)] for values in (now, before))
+                if now == before:
+                    continue
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
+                names = [name for name, one, other in zip(slot.names, now, before, strict=False) if one is not other]
+                return f"{names[0]!r} {slot.told}" if names else slot.told
+        return ""
+
+    def _visit(self, found: _Found) -> Iterator[_Found]:
+        value, told, names = found
+        if isinstance(value, types.MethodType):
+            code = getattr(value.__func__, "__code__", None)
+            yield _Found(value.__func__, told, names)
+            yield _Found(value.__self__, told, names | frozenset(() if code is None else names_in(code)))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                yield _Found(part, told, names)
+        elif isinstance(value, types.FunctionType):
+            yield from self._visit_function(value)
+        elif type(value) in _COLLECTIONS:
+            self._slots.append(_Slot(told, lambda: list(value.values() if isinstance(value, dict) else value)))
+            for inside in self._slots[-1].read():
+                yield _Found(inside, told, names)
+        elif isinstance(value, type):
+            if is_own_class(value):
+                read = functools.partial(_values_of, vars(value), names)
+                self._slots.append(_Slot(f"of the class {value.__qualname__}", read, tuple(names)))
+        elif has_attributes(value):
+            yield _Found(type(value), told, names)
+            yield from self._visit_object(value, told, names)
+
+    def _visit_function(self, function: types.FunctionType) -> Iterator[_Found]:
+        if not is_own_code(function.__code__.co_filename):
+            return
+        names = frozenset(names_in(function.__code__))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._slots.append(_Slot(f"{name!r} of {function.__qualname__}", functools.partial(_contents, cell)))
+            for value in _contents(cell):
+                yield _Found(value, self._slots[-1].told, names)
+        for where, known, used in used_variables(function):
+            self._slots.append(_Slot(f"in {where}", functools.partial(_values_of, known, used), tuple(used)))
+            for name in used:
+                yield _Found(known.get(name), f"{name!r} in {where}", names)
+
+    def _visit_object(self, value: Any, told: str, names: frozenset[str]) -> Iterator[_Found]:
+        for method in ("forward", "__call__"):
+            code = getattr(getattr(type(value), method, None), "__code__", None)
+            if code is not None and is_own_code(code.co_filename):
+                names |= frozenset(names_in(code))
+        for part in value.modules() if isinstance(value, nn.Module) else [value]:
+            self._slots.append(_Slot(f"of {told}", functools.partial(_values_of, vars(part), names), tuple(names)))
+            for name in names & vars(part).keys():
+                yield _Found(vars(part)[name], f"{name!r} of {told}", names)
+
+
+class _Found(NamedTuple):
+    """A value that loss_fn leads to, where it was found, and the names that the code around it uses."""
+
+    value: Any
+    told: str
+    names: frozenset[str]
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it has no value yet
+        return []
+
+
+def _values_of(known: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    return [known.get(name) for name in names]
