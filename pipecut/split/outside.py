@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -136,15 +137,16 @@ class _Numbers:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, expr: Any) -> Any:
-        if expr not in self._known:
-            self._known[expr] = self._evaluate(expr)
-        return self._known[expr]
+        key = type(expr), expr  # 1 and True are equal, and have one hash
+        if key not in self._known:
+            self._known[key] = self._evaluate(expr)
+        return self._known[key]
 
     def _evaluate(self, expr: Any) -> Any:
         value = expr.xreplace(self._sizes) if hasattr(expr, "xreplace") else expr
         if getattr(value, "free_symbols", ()):
             return ("a number that depends on data",)
-        if value in (True, False) and not getattr(value, "is_number", False):
+        if isinstance(value, bool | sympy.logic.boolalg.BooleanAtom):
             return ("bool", bool(value))
         return int(value) if getattr(value, "is_integer", isinstance(value, int)) else ("float", f"{float(value):.15g}")
 

@@ -405,3 +405,22 @@ def test_an_example_that_passes_one_tensor_twice_has_two_inputs(tracer: str, nee
     x, y = torch.randn(2, 4, 8)
     torch.testing.assert_close(pipe(x, y), model(x, y))
     torch.testing.assert_close(pipe(x, x), model(x, x))
+
+
+class Pairs(nn.Module):
+    """A forward that uses a sequence's length as an argument, and splits the sequence in a way that fixes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) + x.new_ones(1, x.shape[1], 1)
+        return torch.cat([part * 2 for part in self.c(x).split(2, dim=1)], 1)
+
+
+def test_a_sequence_of_one_is_a_number_and_not_true() -> None:
+    """A size that had become the plain number 1 was taken for True, and the cut refused as a value from outside."""
+    model, x = Pairs(), torch.randn(1, 1, 8)
+    pipe = pipeline(model, (x,), split_spec=BEFORE_C, dynamic={"x": {1: "seq"}})
+    assert torch.equal(pipe(x), model(x))
