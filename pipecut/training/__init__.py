@@ -1,1 +1,1 @@
-"""What stands around the step of a training job: norms, checkpoints, mixed precision, metrics and meshes."""
+"""Parts of a training job around the step: norms, checkpoints, mixed precision, metrics and meshes."""
