@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..pipe_ir import (
     sizes_of,
 )
 from ..stage import CheckpointLike, InitFunction, PipelineStage, StageOrigin, Values, build_stage, materialize
+from ..torch_internals import EXTRA_STATE, buffers_of, parameters_of
 from .report import Explanation, describe, explain, readable
 from .variants import Retrace, Variants
 
@@ -61,9 +62,11 @@ class Pipe:
     balance: str = ""
     retrace: Retrace | None = None
     variants: Variants = field(init=False)
+    _names: tuple[str, ...] = field(init=False)  # see PipeInfo; those of now, for the user may add to the model
 
     def __post_init__(self) -> None:
         self.verify()
+        object.__setattr__(self, "_names", tuple(_names_in_order(self.traced.model)))
         object.__setattr__(self, "variants", Variants(self, self.retrace))
 
     @property
@@ -86,6 +89,7 @@ class Pipe:
             self.unused_parameters,
             self.traced.call,
             self._is_random(),
+            self._names,
         )
 
     def _is_random(self) -> bool:
@@ -286,6 +290,15 @@ class Pipe:
         return describe(self)
 
     __repr__ = __str__
+
+
+def _names_in_order(model: nn.Module) -> Iterator[str]:
+    """Yield all names of parameters, buffers and extra state, in the order of the model's iterators and state_dict."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [*parameters_of(module), *buffers_of(module)]
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            own.append(EXTRA_STATE)
+        yield from (f"{path}.{name}".lstrip(".") for name in own)
 
 
 def check_is_uncut_model(module: object) -> None:

@@ -410,3 +410,4 @@ class PipeInfo:
     unused_parameters: tuple[str, ...]
     call: TracedCall
     is_random: bool = False  # True if the model draws random numbers, or may
+    names: tuple[str, ...] = ()  # all names of parameters, buffers and extra state, in the model's order

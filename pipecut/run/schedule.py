@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, LossesError
-from ..pipe_ir import PipeInfo
 from ..schedule import Op, Plan, Timeline
 from ..stage import PipelineStage, StepSeeds
 from ..text import counted, numbered
@@ -27,6 +26,7 @@ from .inputs import Given, InputCutter
 from .isolation import Isolation
 from .last_stage import merged
 from .loss import BatchLoss, Losses, LossWeight, Objective, check_no_nan, weighing_of
+from .parameters import HoldsStages
 from .random_numbers import checked_kind, with_states
 from .runner import LossProbing, Runner
 from .state import StepState
@@ -37,7 +37,7 @@ from .variants import Forms
 _ScheduleT = TypeVar("_ScheduleT", bound="PipelineSchedule")
 
 
-class PipelineSchedule:
+class PipelineSchedule(HoldsStages):
     """Trains and evaluates stages by a plan.
 
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
@@ -164,7 +164,7 @@ class PipelineSchedule:
         for stage in self.stages:
             stage.use_variant(0)
             stage.find_wrappers()
-        self.info: PipeInfo | None = self.stages[0].pipe_info
+        self.info = self.stages[0].pipe_info
         self.random_numbers = checked_kind(self._given_random_numbers, self.info)
         declared = declared_ties(self._given_ties, self.stages)
         self.ties = declared if self.info is None else ties_of_pipe(self.info)

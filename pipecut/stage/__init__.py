@@ -59,6 +59,7 @@ from .randomness import RandomStream as RandomStream
 from .randomness import StepSeeds as StepSeeds
 from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
+from .replica import UnwrappedNames as UnwrappedNames
 from .replica import check_not_within_pipeline as check_not_within_pipeline
 from .replica import unwrapped_name as unwrapped_name
 from .stage import Flight as Flight

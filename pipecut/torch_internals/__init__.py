@@ -57,6 +57,7 @@ from .modules import storage_id as storage_id
 from .modules import trainable_parameters as trainable_parameters
 from .modules import unsaved_buffers as unsaved_buffers
 from .modules import version_of as version_of
+from .modules import wrapped_attribute as wrapped_attribute
 from .patches import intercepted_checkpoints as intercepted_checkpoints
 from .patches import intercepted_differentiation as intercepted_differentiation
 from .patches import intercepted_functions as intercepted_functions

@@ -82,6 +82,27 @@ def is_compiled_whole(module: object) -> bool:
     return type(module).__name__ == "OptimizedModule"
 
 
+# Wrappers of torch that hold the user's module in an attribute of theirs, which names of parameters then begin with.
+# By name: two of them are imported only when they are used, from modules that are private or slow to import.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+
+
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper of torch holds the user's module; None for a module that is no wrapper.
+
+    >>> wrapped_attribute(torch.compile(nn.Linear(1, 1)))
+    '_orig_mod'
+    """
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+            return _WRAPPERS[kind.__name__]
+    return None
+
+
 def keep_keys(parameters: nn.ParameterDict) -> None:
     """Forget the keys of a ParameterDict whose parameters are gone: `pop` fails without the parameter."""
     parameters._keys = {key: None for key in parameters._keys if key in parameters._parameters}

@@ -7,6 +7,7 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pipecut.torch_internals import (
     EXTRA_STATE,
@@ -40,6 +41,7 @@ from pipecut.torch_internals import (
     trainable_parameters,
     unsaved_buffers,
     version_of,
+    wrapped_attribute,
 )
 
 
@@ -168,6 +170,19 @@ def test_compiled_modules_are_known() -> None:
     wrapped = torch.compile(nn.Linear(1, 1), backend="eager")
     assert (is_compiled(in_place), is_compiled(wrapped), is_compiled(nn.Linear(1, 1))) == (True, True, False)
     assert (is_compiled_whole(in_place), is_compiled_whole(wrapped)) == (False, True)
+
+
+def test_wrappers_have_the_module_where_its_names_say() -> None:
+    class DistributedDataParallel(nn.Module):  # not torch's
+        pass
+
+    layer = nn.Linear(1, 1)
+    for wrapper in (torch.compile(layer), checkpoint_wrapper(layer), checkpoint_wrapper(torch.compile(layer))):
+        attribute = wrapped_attribute(wrapper)
+        assert attribute is not None
+        names = [name for name, _ in nn.ModuleList([wrapper]).named_parameters()]
+        assert all(name.startswith(f"0.{attribute}.") for name in names)
+    assert wrapped_attribute(layer) is wrapped_attribute(DistributedDataParallel()) is None
 
 
 def test_keys_of_a_parameter_dict_follow_its_parameters() -> None:

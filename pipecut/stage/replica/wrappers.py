@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
+from ...torch_internals import wrapped_attribute
 from .base import NotReplicated, Replica, Wrapper, WrapperClass
 from .ddp import COPIES
 from .fsdp import SHARDS
@@ -63,6 +64,40 @@ def unwrapped_name(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
+
+
+class UnwrappedNames:
+    """Names that the tensors of a module have without torch's wrappers, wherever in the module these are.
+
+    >>> import torch
+    >>> layers = nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1)))
+    >>> names = UnwrappedNames(layers)
+    >>> [names.of(name) for name, _ in layers.named_parameters()]
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths: dict[str, str] = {}  # of modules inside wrappers, without these
+        inside: dict[str, str] = {}  # the paths of what wrappers hold, and where the wrappers are
+        for path, part in module.named_modules(remove_duplicate=False):
+            attribute = wrapped_attribute(part)
+            if attribute is not None:
+                inside[f"{path}.{attribute}".lstrip(".")] = path
+            parent, _, name = path.rpartition(".")
+            if path in inside:
+                self._paths[path] = self._paths.get(inside[path], inside[path])
+            elif parent in self._paths:
+                self._paths[path] = f"{self._paths[parent]}.{name}".lstrip(".")
+
+    def of(self, name: str) -> str:
+        """Return a parameter's or a buffer's name, or a key of the module's state_dict, without wrappers."""
+        path, rest = name, ""
+        while self._paths and path:
+            path, _, last = path.rpartition(".")
+            rest = f"{last}.{rest}".rstrip(".")
+            if path in self._paths:
+                return f"{self._paths[path]}.{rest}".lstrip(".")
+        return name
 
 
 def check_not_within_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
