@@ -142,6 +142,10 @@ class HistoryRecorder(TorchFunctionMode):
             tuple(self._effects),
         )
 
+    def forget(self) -> None:
+        """Drop the tensors of the run."""
+        self._numbers = Numbers()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing in a block: the work of an observer."""

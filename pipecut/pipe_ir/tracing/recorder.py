@@ -112,6 +112,7 @@ class Recorder:
         if self._tracer is not None:
             for node in (*self._tracer.graph.nodes, *(recorded.node for recorded in self.nodes)):
                 node.meta.clear()
+        self.history.forget()
         self.root, self.constants, self._tracer = None, None, None
         self.inputs, self.state, self.nodes, self._stack, self.output = [], [], [], [], NOTHING
 
