@@ -21,6 +21,8 @@ demo: $(STAMP) ## run the demo
 
 # Many ranks share the cores of one machine: a thread pool in each of them would only fight over them.
 test test-rest coverage: export OMP_NUM_THREADS = 1
+# An empty value counts as none: test processes and ranks are many, and none should compile what another one has.
+test test-rest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## run the tests, all but the slow ones (ARGS="-k name" to choose)
 	$(PYTEST) -m "not slow" $(ARGS)
 

@@ -259,11 +259,11 @@ def is_private_torch(name: str) -> bool:
 
 def torch_attributes(source: Source) -> Iterator[tuple[int, str]]:
     """Line and name of every `value._name`, and `getattr(value, "_name")`, that objects of torch have."""
-    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
-    own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self" and node.attr not in own:
-            name = node.attr
+    attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
+    own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute):
+            name = "" if node.attr in own or is_self(node.value) else node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr") and len(node.args) > 1:
             text = isinstance(node.args[1], ast.Constant | ast.JoinedStr)
             name = ast.unparse(node.args[1]).lstrip("f").strip("'\"") if text else ""
@@ -271,6 +271,10 @@ def torch_attributes(source: Source) -> Iterator[tuple[int, str]]:
             continue
         if name in names_in_torch() or name.startswith(("_saved_", "_raw_saved_")):
             yield node.lineno, f"torch.{name}"
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 @cache

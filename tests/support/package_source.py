@@ -38,17 +38,22 @@ class Source:
         return f"{self.package[0]}.{self.module}" if self.module else self.package[0]
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree: walking it takes longer than anything that is asked of it."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def statements(self) -> list[tuple[ast.AST, bool]]:
+        """Every statement, and True for those that run when the file is loaded."""
+        return list(_statements(self.tree, at_run_time=True))
+
+    @cached_property
     def imports(self) -> list[Import]:
         """Every import, wherever it stands: in a function and under TYPE_CHECKING too."""
-        late = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.FunctionDef | ast.Lambda) or _is_type_checking(node)
-            for inner in ast.walk(node)
-        }
         return [
-            Import(node.lineno, name, local, id(node) not in late)
-            for node in ast.walk(self.tree)
+            Import(node.lineno, name, local, at_run_time)
+            for node, at_run_time in self.statements
+            if isinstance(node, ast.Import | ast.ImportFrom)
             for local, name in self.imported_by(node).items()
         ]
 
@@ -67,7 +72,7 @@ class Source:
     def attribute_uses(self) -> list[tuple[int, str]]:
         """Line and absolute name of every `a.b.c` that starts at an imported name."""
         names = {"torch": "torch"} | {entry.local: entry.name for entry in self.imports}
-        attributes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
+        attributes = [node for node in self.nodes if isinstance(node, ast.Attribute)]
         inner = {id(node.value) for node in attributes}
         dotted = [(node.lineno, _dotted(node)) for node in attributes if id(node) not in inner]
         return [(line, ".".join((names[root], *rest))) for line, (root, *rest) in dotted if root in names]
@@ -100,16 +105,18 @@ class Source:
 
     def docstrings(self) -> Iterator[tuple[int, str, str]]:
         """Line, owner and text of every docstring."""
-        for node in ast.walk(self.tree):
+        for node, _ in self.statements:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text is not None:
                     yield getattr(node, "lineno", 1), getattr(node, "name", "the file"), text
 
 
-def read_sources(package: Path) -> list[Source]:
-    """Parse every Python file below the package directory, and the stub that has its public names."""
-    sources = []
+def read_sources(package: Path) -> Iterator[Source]:
+    """Parse every Python file below the package directory, and the stub that has its public names.
+
+    One after the other: Python takes three times as long if it has to keep all trees.
+    """
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         inside = path.relative_to(package)
         names = inside.with_suffix("").parts
@@ -117,8 +124,16 @@ def read_sources(package: Path) -> list[Source]:
         text = path.read_text(encoding="utf-8")
         file = (Path(package.name) / inside).as_posix()
         tree = ast.parse(text, filename=str(path))
-        sources.append(Source(file, ".".join(module), (package.name, *names[:-1]), text, tree))
-    return sources
+        yield Source(file, ".".join(module), (package.name, *names[:-1]), text, tree)
+
+
+def _statements(node: ast.AST, at_run_time: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield a statement and all inside of it; expressions have none."""
+    yield node, at_run_time
+    is_late = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node)
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for inner in getattr(node, block, ()):
+            yield from _statements(inner, at_run_time and not is_late)
 
 
 def _dotted(node: ast.expr) -> list[str]:
