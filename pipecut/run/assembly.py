@@ -44,7 +44,7 @@ class Assembly:
         for executor in executors:
             install(executor, self.custom)
         if self.connection.in_process:
-            return LocalRunner(executors, lowered)
+            return LocalRunner(executors, lowered, self.connection.clock)
         return RankRunner(executors[0], lowered, self.connection.failure_reports)
 
     def _lowered(self, plan: Plan) -> Plan:

@@ -23,8 +23,10 @@ from .transport import (
     DistributedTransport,
     InProcessTransport,
     ParcelQueues,
+    TimedTransport,
     Transport,
     TransportFactory,
+    clock_of,
     connection_to,
     device_of_numbers,
     wait_for,
@@ -74,7 +76,9 @@ class Connection:
             raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
         own = _default_transport(group, device, self._timeout, in_process=self.in_process)
         make = transport if transport is not None else own
-        self.transports = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
+        self.clock = clock_of(device)
+        made = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
+        self.transports: list[Transport] = made if self.in_process else [TimedTransport(made[0], self.clock)]
         self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
         self._check_placement(stages, plan)
 
@@ -150,21 +154,21 @@ class Connection:
         raised = self.failure_reports.raise_on_all(describe(self.ranks[0], None, None, error, where), error, note)
         return raised if isinstance(error, Exception) else error
 
-    def agree(self, error: Exception | None, losses: Sequence[float]) -> Sequence[float]:
+    def agree(self, error: Exception | None, figures: Sequence[float]) -> Sequence[float]:
         """Wait until all ranks have come to the end of the call, and raise StepError on all if one of them failed.
 
-        Returns the sums of `losses` over the pipeline, of their means over copies of each stage. The connections stay
+        Returns the sums of `figures` over the pipeline, of their means over copies of each stage. The connections stay
         open: what fails here does so after the last message.
         """
         reports = self.failure_reports
         if reports is None:
             if error is not None:
                 raise error
-            return losses
+            return figures
         call = f"{self._number}.{self._calls}"
         if error is not None:
             reports.write_outcome(call, describe(self.ranks[0], None, None, error, END))
-        numbers = [0.0 if error is None else 1.0, *losses]
+        numbers = [0.0 if error is None else 1.0, *figures]
         for group in (*reports.groups[1:], reports.groups[0]):  # with the copies of a stage, then with other stages
             shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
             with connection_to(ANY_RANK if group is reports.groups[0] else ANY_COPY):

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import InputError
 from ..pipe_ir import flatten, map_leaves, unflatten
 from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
-from .loss import Losses, Objective
+from .inputs import Given
+from .loss import BatchLoss, Losses, Objective, Weighing, check_no_nan
 from .state import StepState
 
 
@@ -88,7 +89,24 @@ class LastStage:
         self._mergeable = kind
 
 
-def merged(state: StepState, losses: Losses, total: float, *, scaled: bool) -> Any:
+def results(
+    last: StepState, given: Given, weighing: Weighing | None, *, scaled: bool, check_loss: bool
+) -> tuple[Any, BatchLoss]:
+    """Return the output of the batch, and its loss."""
+    losses = Losses(last.losses, last.weights or last.samples)
+    if given.losses is not None:
+        given.losses[:] = losses.in_order()
+    if weighing is not None and last.losses:
+        weighing.check_no_losses_without(last.weights)
+    counted = losses.counted(scaled)
+    if check_loss:
+        check_no_nan(counted)
+    total = losses.total(scaled, counted)
+    output = _merged(last, losses, total, scaled=scaled) if given.return_outputs else None
+    return output, BatchLoss(1, total) if last.losses else BatchLoss()
+
+
+def _merged(state: StepState, losses: Losses, total: float, *, scaled: bool) -> Any:
     """Return the output of the batch; the loss in it is that of the batch."""
     numbers = sorted(state.results)
     results = [state.results[number] for number in numbers]

@@ -23,7 +23,7 @@ from .failure import BEGIN, END, Failure, FailureReports, Watchdog, describe, st
 from .gradients import restore_gradients
 from .loss import HOW_TO_GET_A_LOSS, Objective
 from .state import StepState
-from .transport import Meta
+from .transport import Clock, Meta, Turn
 
 # Receives posted before their turn, as long as they are small. Each wakes a thread of the sender; many wake it once.
 _AHEAD = 32
@@ -38,6 +38,7 @@ class Runner(Protocol):
     """Runs one step."""
 
     executors: Sequence[Executor]
+    turns: list[Turn]
     spans: list[Span]
     tracing: bool
     probe: _LossProbe | None
@@ -69,6 +70,7 @@ class RankRunner:
         self.rank = executor.transport.rank
         self.row = [action for action in plan.actions[self.rank] if action is not None]
         self.probe = loss_probe_of(plan)
+        self.turns: list[Turn] = []  # of one rank there are none
         self.spans: list[Span] = []
         self.tracing = False
         self._action: Action | None = None  # the one that is running
@@ -205,17 +207,19 @@ def _failure_of(
 class LocalRunner:
     """Runs all ranks of the plan in this process, which take turns in an order that the plan allows."""
 
-    def __init__(self, executors: Sequence[Executor], plan: Plan) -> None:
+    def __init__(self, executors: Sequence[Executor], plan: Plan, clock: Clock) -> None:
         self.executors = executors
+        self.clock = clock
         self.plan = plan
         self.probe = loss_probe_of(plan)
         self.order = [(rank, action) for rank, action in Walk(plan)]
+        self.turns: list[Turn] = []
         self.spans: list[Span] = []
         self.tracing = False
         self._place: tuple[int, Action | None] = (0, None)  # the rank and the action that is running
 
     def run(self, states: Mapping[int, StepState]) -> None:
-        self.spans = []
+        self.spans, self.turns = [], []
         self._place = (0, None)
         has_begun = False
         try:
@@ -253,7 +257,8 @@ class LocalRunner:
         return rest if trains else [(rank, leaf) for rank, action in rest for leaf in _without_backwards([action])]
 
     def _do(self, order: Sequence[_Placed], states: Mapping[int, StepState]) -> None:
-        timed = _is_timed(self)
+        timed, now = _is_timed(self), self.clock.now
+        begin = now()
         for rank, action in order:
             self._place = (rank, action)
             handler = self.executors[rank].handlers[action.op]
@@ -261,6 +266,9 @@ class LocalRunner:
                 self.spans.append(_run_timed(rank, action, handler, states[rank]))
             else:
                 handler(action, states[rank])
+            end = now()
+            self.turns.append((rank, (begin, end)))
+            begin = end
         self._place = (self._place[0], None)
 
 

@@ -24,8 +24,9 @@ from .failure import END
 from .gradients import AddedLosses, LossTerm, restore_gradients
 from .inputs import Given, InputCutter
 from .isolation import Isolation
-from .last_stage import merged
-from .loss import BatchLoss, Losses, LossWeight, Objective, check_no_nan, weighing_of
+from .last_stage import results
+from .loss import BatchLoss, LossWeight, Objective, weighing_of
+from .metrics import Meter, StepMetrics, TokenCounter
 from .parameters import HoldsStages
 from .random_numbers import checked_kind, with_states
 from .runner import LossProbing, Runner
@@ -151,7 +152,7 @@ class PipelineSchedule(HoldsStages):
         self._custom: dict[Op, CustomFunction] = {}
         self._loss_terms: list[LossTerm] = []
         self._observer: Observer | None = None
-        self._batch_loss = BatchLoss()
+        self.count_tokens: TokenCounter | None = None
         self.tracing = False  # True: note the times of actions, for trace()
         self._use(plan)
 
@@ -178,6 +179,7 @@ class PipelineSchedule(HoldsStages):
         self._forms = Forms(self.info, self.stages, self._connection)
         self._cutter = self._make_cutter()
         self._last_rank = self.plan.placement.rank_of[self.plan.stages - 1]
+        self._meter = Meter(self._connection, self.plan, self.stages[0].device)
         self._runners = {}
         self._last_runner = None
 
@@ -289,7 +291,33 @@ class PipelineSchedule(HoldsStages):
         of the pipeline, as their gradients are averaged; `losses=` of `step` has those of this pipeline alone. After a
         training step it includes the losses of `add_loss`.
         """
-        return self._batch_loss.mean()
+        return self._meter.loss.mean()
+
+    def last_step(self) -> StepMetrics:
+        """Return the figures of the last step or evaluation, the same on every rank; any of them may call it.
+
+        Tokens are the elements of `input_ids` or, without an argument of that name, of the first argument that is a
+        tensor of integers with two dims or more. To count otherwise, set `schedule.count_tokens` on the rank of the
+        first stage, a function of the arguments of the step: `lambda **batch: int(batch["attention_mask"].sum())`.
+
+        The time of the step begins when all ranks know the batch. A rank that is neither waiting for another nor
+        sending is taken to compute. In one process the ranks take turns, and each waits while the others compute. On
+        an accelerator times are those of the device, in the step before this one: no rank waits for its device to
+        know them. Peak memory is what the process has had on the device, since it began or called
+        `torch.accelerator.reset_peak_memory_stats()`; on a CPU it is its resident memory.
+
+        >>> from torch import nn
+        >>> from pipecut import Schedule1F1B, pipeline
+        >>> model, ids = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)), torch.ones(4, 6, dtype=torch.long)
+        >>> pipe = pipeline(model, (ids,), num_stages=2)
+        >>> stages = [pipe.build_stage(index, "cpu") for index in range(2)]
+        >>> schedule = Schedule1F1B(stages, n_microbatches=2, loss_fn=lambda logits: logits.square().mean())
+        >>> output = schedule.step(ids)
+        >>> last = schedule.last_step()
+        >>> last.samples, last.tokens, last.loss == schedule.mean_loss(), len(last.ranks)
+        (4, 24, True, 2)
+        """
+        return self._meter.metrics()
 
     def _run(self, given: Given) -> Any:
         self._connection.begin_call(STEP if given.training else EVAL)
@@ -297,6 +325,7 @@ class PipelineSchedule(HoldsStages):
             with self._connection.reporting():
                 states = self._states(given)
                 some = next(iter(states.values()))
+                self._meter.begin(some.samples, given, self.count_tokens)
                 self._forms.use(some.form)
                 runner = self._runner(given.training, len(some.samples), some.form)
                 watches = given.training and self._isolation.is_due
@@ -304,7 +333,7 @@ class PipelineSchedule(HoldsStages):
             with watching:
                 trains = self._run_actions(runner, states, given)  # reports what goes wrong by itself
             with self._connection.reporting(END, lambda: restore_gradients(states.values())):
-                return self._end(states.get(self._last_rank), given, trains)
+                return self._end(runner, states.get(self._last_rank), given, trains)
         finally:
             self._connection.end_call()
 
@@ -330,33 +359,19 @@ class PipelineSchedule(HoldsStages):
         runner.run(states)
         return given.training
 
-    def _end(self, last: StepState | None, given: Given, trains: bool) -> Any:
+    def _end(self, runner: Runner, last: StepState | None, given: Given, trains: bool) -> Any:
         """Return the output on the rank of the last stage, when all ranks have come so far; raise if one has not."""
         output, loss, error = None, BatchLoss(), None
-        self._batch_loss = loss
         try:
             if last is not None:
-                output, loss = self._results(last, given, trains)
+                checks = trains and self.check_loss
+                output, loss = results(last, given, self._weighing, scaled=self.scale_grads, check_loss=checks)
             if self._added_losses:
                 loss = replace(loss, added=self._added_losses.total(range(self.plan.stages)))
         except Exception as failure:
             error = failure
-        self._batch_loss = BatchLoss.of(self._connection.agree(error, loss.numbers))
+        self._meter.note(self._connection.agree(error, self._meter.own_figures(loss, runner.turns)))
         return output
-
-    def _results(self, last: StepState, given: Given, trains: bool) -> tuple[Any, BatchLoss]:
-        """Return the output of the batch, and its loss."""
-        losses = Losses(last.losses, last.weights or last.samples)
-        if given.losses is not None:
-            given.losses[:] = losses.in_order()
-        if self._weighing is not None and last.losses:
-            self._weighing.check_no_losses_without(last.weights)
-        counted = losses.counted(self.scale_grads)
-        if trains and self.check_loss:
-            check_no_nan(counted)
-        total = losses.total(self.scale_grads, counted)
-        output = merged(last, losses, total, scaled=self.scale_grads) if given.return_outputs else None
-        return output, BatchLoss(1, total) if last.losses else BatchLoss()
 
     def _run_handshake(self) -> None:
         """Compare with the other ranks what is about to be run."""

@@ -3,16 +3,22 @@
 from .base import Arrival, Meta, Ready, Transport, TransportFactory
 from .distributed import DistributedTransport, connection_to, device_of_numbers, wait_for
 from .in_process import InProcessTransport, ParcelQueues
+from .timed import Clock, Interval, TimedTransport, Turn, clock_of
 
 __all__ = [
     "Arrival",
+    "Clock",
     "DistributedTransport",
     "InProcessTransport",
+    "Interval",
     "Meta",
     "ParcelQueues",
     "Ready",
+    "TimedTransport",
     "Transport",
     "TransportFactory",
+    "Turn",
+    "clock_of",
     "connection_to",
     "device_of_numbers",
     "wait_for",
