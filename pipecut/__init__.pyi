@@ -25,6 +25,7 @@ from .planning import plan as plan
 from .run import PipelineScheduleMulti as PipelineScheduleMulti
 from .run import PipelineScheduleSingle as PipelineScheduleSingle
 from .run import PlannedSchedule as PlannedSchedule
+from .run import RankMetrics as RankMetrics
 from .run import Schedule1F1B as Schedule1F1B
 from .run import ScheduleDualPipeV as ScheduleDualPipeV
 from .run import ScheduleForwardOnly as ScheduleForwardOnly
@@ -37,6 +38,7 @@ from .run import ScheduleVMin as ScheduleVMin
 from .run import ScheduleZBH1 as ScheduleZBH1
 from .run import ScheduleZBH2 as ScheduleZBH2
 from .run import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+from .run import StepMetrics as StepMetrics
 from .run import get_schedule_class as get_schedule_class
 from .schedule import compare as compare
 from .split import Machine as Machine

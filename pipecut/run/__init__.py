@@ -15,6 +15,8 @@ from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import Given as Given
 from .inputs import InputCutter as InputCutter
+from .metrics import RankMetrics as RankMetrics
+from .metrics import StepMetrics as StepMetrics
 from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from .schedules import PipelineScheduleSingle as PipelineScheduleSingle

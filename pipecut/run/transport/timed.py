@@ -96,14 +96,7 @@ class TimedTransport:
         self.sends.append((begin, self._now()))
 
     def receive(self, peer: int, metas: Sequence[Meta]) -> Arrival:
-        return _TimedArrival(self.transport.receive(peer, metas), self)
-
-    def wait_for(self, arrival: Arrival) -> list[Tensor]:
-        """Wait for a parcel."""
-        begin = self._now()
-        tensors = arrival.wait()
-        self.waits.append((begin, self._now()))
-        return tensors
+        return _TimedArrival(self.transport.receive(peer, metas), self._now, self.waits)
 
     def share(self, source: int, numbers: list[int] | None, count: int) -> list[int]:
         begin = self._now()
@@ -123,11 +116,15 @@ class TimedTransport:
 class _TimedArrival:
     """Parcel in transit, whose wait is noted."""
 
-    __slots__ = ("_arrival", "_transport")
+    __slots__ = ("_arrival", "_now", "_waits")
 
-    def __init__(self, arrival: Arrival, transport: TimedTransport) -> None:
+    def __init__(self, arrival: Arrival, now: Callable[[], _Reading], waits: list[Interval]) -> None:
         self._arrival = arrival
-        self._transport = transport
+        self._now = now
+        self._waits = waits
 
     def wait(self) -> list[Tensor]:
-        return self._transport.wait_for(self._arrival)
+        begin = self._now()
+        tensors = self._arrival.wait()
+        self._waits.append((begin, self._now()))
+        return tensors
