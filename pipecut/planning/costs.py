@@ -25,6 +25,7 @@ from ..split import (
     StageTie,
     Times,
     chain_of,
+    default_machine,
     mean_of,
     operations_of,
 )
@@ -47,9 +48,15 @@ class CostSource:
     group: dist.ProcessGroup | None
 
     def machine_of(self, traced: TracedModel) -> Machine:
-        """Return the given machine, or this one as measured, with the link between the ranks of a group."""
-        if self.machine is not None:
-            return self.machine
+        """Return the given machine, or this one as measured, with the link between the ranks of a group.
+
+        A model on the meta device is on no machine that could be measured.
+        """
+        given = self.machine
+        if given is None and any(parameter.is_meta for parameter in traced.model.parameters()):
+            given = default_machine(traced)
+        if given is not None:
+            return given.linking(self.ranks)
         group = self.group
         found = on_each_rank(group, lambda: _measured_machine(traced))
         if group is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..run import digest
-from ..split import Machine
+from ..split import MachineLike, machine_of
 from ..text import Memory, dtype_name, parse_memory
 from .candidate import memory_remedies
 from .choices import (
@@ -49,7 +49,7 @@ def plan(
     microbatch: int | Sequence[int] | None = None,
     recompute: bool | Literal["auto"] = "auto",
     speeds: Sequence[float] | None = None,
-    machine: Machine | None = None,
+    machine: MachineLike | None = None,
     cost: Literal["analytic", "measured"] = "analytic",
     time_budget: float = 5.0,
     progress: Callable[[str], None] | None = None,
@@ -59,7 +59,8 @@ def plan(
 
     The model is traced once; costs of every size of microbatch follow from the trace. `memory` is that of each rank,
     such as "24GB", for parameters, gradients, optimizer state (as Adam has it) and activations. `machine` gives the
-    speed of ranks; by default this one is measured. `cost="measured"` runs every part of the model, instead of
+    speed of ranks, by a name such as "h100", as a `Machine`, or as a file of machines; by default this one is measured,
+    and for a model on the meta device it is an H100. `cost="measured"` runs every part of the model, instead of
     computing its time. Print the result for a table of the alternatives.
 
     `microbatch` is the size of the largest microbatch, or several such sizes to choose from. A batch need not be a
@@ -80,6 +81,7 @@ def plan(
 
     def prepare() -> _SearchSpace:
         check_request(ranks, batch, recompute, time_budget, speeds, cost)
+        machine_of(machine)
         _check_mode()
         if cost == "measured":
             _check_measurable(ranks, group)
@@ -97,7 +99,7 @@ def plan(
     request |= {"memory": space.limits, "microbatch": space.sizes, "recompute": recompute, "speeds": speeds}
     request |= {"time_budget": time_budget, "machine": machine}
     check_same_facts(group, lambda: _facts_of(request, space.traced, space.source))
-    costs = CostSource(machine, cost == "measured", ranks, group)
+    costs = CostSource(machine_of(machine), cost == "measured", ranks, group)
     chains = costs.chains(space.traced, space.sizes, *example, report)
     dropped = [Alternative(choice, None, None, None, why) for choice, why in space.dropped.items()]
     ranking = Ranking(space.choices, chains, ranks, speeds, space.limits, space.remedies, report, alternatives=dropped)
@@ -119,7 +121,7 @@ def plan(
         report=best.report,
         memory=best.memory,
         alternatives=best.alternatives,
-        balance=f"{best.balance}, by {cost} times",
+        balance=f"{best.balance}, by {cost} times on {next(iter(chains.values())).machine.name}",
         source=space.source,
     )
 

@@ -20,11 +20,14 @@ from .chain import Chain as Chain
 from .chain import StageCost as StageCost
 from .chain import StageTie as StageTie
 from .chain import chain_of as chain_of
+from .chain import default_machine as default_machine
 from .chain import operations_of as operations_of
 from .cost import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .cost import ConcreteCosts as ConcreteCosts
 from .cost import Machine as Machine
+from .cost import MachineLike as MachineLike
 from .cost import Times as Times
+from .cost import machine_of as machine_of
 from .cost import mean_of as mean_of
 from .cut import cut_model as cut_model
 from .cut import cut_trace as cut_trace

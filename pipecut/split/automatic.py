@@ -11,11 +11,16 @@ from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
 from ..text import Memory, parse_memory
 from .balance import Balance, balance_stages
-from .chain import Chain, allowed_places, chain_of
+from .chain import Chain, allowed_places, chain_of, default_machine
+from .cost import MachineLike, machine_of
 from .points import SplitPlan, modules_left_out
 
 # A bottleneck up to this much above the best possible is accepted for a cleaner cut.
 _SLACK = 0.03
+
+# In a model that repeats its layers more is accepted for a cut further outside, as long as the stages are even.
+_LAYER_SLACK = 0.05
+_EVEN = 1.1
 
 # One block that is longer than the mean stage by this factor triggers a warning.
 _DOMINANT = 1.25
@@ -51,8 +56,13 @@ def balanced_cut(
     memory_limit: float | Sequence[float] | None = None,
     in_flight: Sequence[float] | Callable[[int], float] | None = None,
     slack: float = _SLACK,
+    cut_inside_layers: bool | None = None,
 ) -> BalancedCut:
     """Return the cut of a chain with the least bottleneck, at the outermost modules that allow it.
+
+    Repeated layers stay whole, unless a cut inside of one is better by more than 5 per cent with its transfer counted,
+    or by more than 3 if a rank would take more than 1.1 times the mean; `cut_inside_layers` False keeps them whole in
+    any case, True makes no difference between layers and other modules.
 
     >>> import torch
     >>> from pipecut import pipeline
@@ -63,12 +73,16 @@ def balanced_cut(
     (["the cut after '1'"], (2,))
     """
     count = stages if isinstance(stages, int) else len(stages)
+    between_layers = chain.between_layers()
+    if cut_inside_layers is False:
+        chain = between_layers
     blocks = chain.blocks()
     if count > blocks.count:
         raise SplitError(
             f"{count} stages were asked for, and this model can be cut into {blocks.count} at the most: there are "
             f"{blocks.count - 1} places between its modules where a cut leaves work on both sides. Use fewer stages, "
-            f"or divide the model into more modules{modules_left_out(chain.traced)}"
+            f"{'cut_inside_layers=True, ' if cut_inside_layers is False else ''}or divide the model into more modules"
+            f"{modules_left_out(chain.traced)}"
         )
 
     def solve(part: Chain, slack: float) -> Balance:
@@ -77,10 +91,14 @@ def balanced_cut(
         )
 
     best = solve(chain, 0.0)
+    depths = sorted({place.depth for place in chain.places})
     limit = best.bottleneck * (1 + slack)
-    for depth in sorted({place.depth for place in chain.places}):
-        # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
-        outer = chain.up_to(depth)
+    # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
+    choices = [chain.up_to(depth) for depth in depths]
+    if cut_inside_layers is None and len(between_layers.times) < len(chain.times):
+        limit = max(limit, min(best.bottleneck * (1 + _LAYER_SLACK), _EVEN * best.mean))
+        choices = [*(between_layers.up_to(depth) for depth in depths), *choices]
+    for outer in choices:
         if len(outer.times) < count:
             continue
         try:
@@ -142,18 +160,24 @@ class Balancing:
     cost: CostName = "analytic"
     speeds: Sequence[float] | None = None
     memory_limit: Memory = None
+    machine: MachineLike | None = None
+    cut_inside_layers: bool | None = None
 
     def check(self, num_stages: int | None) -> None:
         """Raise SplitError for options that contradict each other, before anything is traced."""
         if self.cost not in ("analytic", "measured"):
             raise SplitError(f'cost={self.cost!r}: give "analytic" or "measured"')
         cost = None if self.cost == "analytic" else self.cost
-        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost}
+        if cost is not None and self.machine is not None:
+            raise SplitError('cost="measured" measures this machine: leave out machine=, or the cost')
+        given = {"speeds": self.speeds, "memory_limit": self.memory_limit, "cost": cost, "machine": self.machine}
+        given["cut_inside_layers"] = self.cut_inside_layers
         named = [name for name, value in given.items() if value is not None]
         if named and num_stages is None:
             raise SplitError(f"{named[0]} is for cuts that are found automatically: give num_stages too")
         if num_stages is not None:
             self.limits(num_stages)
+        machine_of(self.machine)
 
     def limits(self, num_stages: int) -> list[float] | None:
         """Return the bytes of each rank."""
@@ -180,12 +204,14 @@ class AutomaticCuts:
         again = _same_cuts(traced, self._found) if self._found is not None else None
         if again is not None:
             return again
-        chain = chain_of(traced)
+        machine = (machine_of(self.balancing.machine) or default_machine(traced)).linking(self.num_stages)
+        chain = chain_of(traced, machine)
         found = self._solve(chain) if self.balancing.cost == "analytic" else self._measured_cut(chain, self._solve)
         text = dominant_block(found)
         if text is not None:
             warn(text)
-        plan = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times")
+        where = f" on {machine.name}" if self.balancing.cost == "analytic" else ""
+        plan = replace(found.plan, balance=f"{found.summary}, by {self.balancing.cost} times{where}")
         self._found = self._found or plan
         return plan
 
@@ -196,4 +222,5 @@ class AutomaticCuts:
             speeds=self.balancing.speeds,
             memory_limit=self.balancing.limits(self.num_stages),
             in_flight=lambda stage: self.num_stages - stage,
+            cut_inside_layers=self.balancing.cut_inside_layers,
         )

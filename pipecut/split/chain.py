@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from ..pipe_ir import Dim, Operation, Span, TracedModel
 from .balance import Blocks, Shared
@@ -20,11 +23,12 @@ TRAINED_MEMORY_FACTOR = 4.0
 class _Place:
     """A place where a cut is allowed. `depth` is 0 between the model's own children; `sent` what crosses, in bytes.
 
-    `trains` is whether a gradient comes back for any of that.
+    `trains` is whether a gradient comes back for any of that. `inside_layer` is True within one of several alike.
     """
 
     cut: Cut
     depth: int
+    inside_layer: bool = False
     sent: float = 0.0
     trains: bool = True
 
@@ -106,6 +110,10 @@ class Chain:
     def up_to(self, depth: int) -> Chain:
         """Return the chain with only the places that are not deeper inside modules."""
         return self.with_places([number for number, place in enumerate(self.places) if place.depth <= depth])
+
+    def between_layers(self) -> Chain:
+        """Return the chain without the places inside of repeated layers."""
+        return self.with_places([number for number, place in enumerate(self.places) if not place.inside_layer])
 
     def with_places(self, numbers: Sequence[int]) -> Chain:
         """Return the chain with only some of its places: blocks between them become one."""
@@ -202,19 +210,33 @@ def allowed_places(traced: TracedModel) -> list[_Place]:
     """Return the beginnings and ends of module calls that lie outside all regions, in order."""
     found: dict[int, _Place] = {}
     regions = Regions(traced)
+    layers = _repeated_layers(traced)
 
-    def visit(span: Span, depth: int) -> None:
+    def visit(span: Span, depth: int, inside: bool) -> None:
         for child in span.children:
             edges = ((child.begin, "before"), (child.end + 1, "after")) if child.kind == "call" else ()
             for tick, side in edges:
-                settled, inside = regions.move_outside(tick)
-                if inside is None:
+                settled, region = regions.move_outside(tick)
+                if region is None:
                     cut = Cut(settled, f"the cut {side} {child.label!r}", child.path)
-                    found.setdefault(settled, _Place(cut, depth))
-            visit(child, depth + (child.kind == "call"))
+                    found.setdefault(settled, _Place(cut, depth, inside))
+            visit(child, depth + (child.kind == "call"), inside or child.path in layers)
 
-    visit(traced.root, 0)
+    visit(traced.root, 0, False)
     return [found[tick] for tick in sorted(found)]
+
+
+def _repeated_layers(traced: TracedModel) -> set[str]:
+    """Return the paths of layers of which a list has several alike, and which hold no such list themselves."""
+    alike: dict[tuple[str, type], list[str]] = {}
+    for span in traced.spans("call"):
+        parent, _, name = span.path.rpartition(".")
+        module = traced.model.get_submodule(span.path)
+        if name.isdecimal() and span.nth_call == 0 and any(True for _ in module.children()):
+            alike.setdefault((parent, type(module)), []).append(span.path)
+    repeated = {path for paths in alike.values() if len(paths) > 1 for path in paths}
+    outer = {path[: at.start()] for path in repeated for at in re.finditer(r"\.", path)}
+    return repeated - outer
 
 
 def _with_work_between(places: list[_Place], ticks: list[int]) -> list[_Place]:
@@ -239,7 +261,13 @@ def chain_of(traced: TracedModel, machine: Machine | None = None, sizes: Mapping
     >>> chain.parameters
     (80.0, 80.0, 80.0)
     """
-    return _ChainMaker(traced, machine or Machine.nominal(traced.device.type), {**traced.hints, **(sizes or {})}).make()
+    return _ChainMaker(traced, machine or default_machine(traced), {**traced.hints, **(sizes or {})}).make()
+
+
+def default_machine(traced: TracedModel) -> Machine:
+    """Return the machine that a model is on; a model without memory is on none yet, and gets a current accelerator."""
+    is_meta = any(parameter.is_meta for parameter in traced.model.parameters())
+    return Machine.of(torch.device("meta") if is_meta else traced.device)
 
 
 class _ChainMaker:

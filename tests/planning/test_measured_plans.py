@@ -17,7 +17,7 @@ from pipecut.planning.costs import DeferralRule
 from pipecut.planning.measure import StageBenchmark, StageTimes, example_values
 from pipecut.schedule import simulate
 from pipecut.split.chain import chain_of
-from pipecut.split.cost.machine import Times
+from pipecut.split.cost import Times
 from pipecut.stage.backward import StageWeights
 
 # Its layers sleep for each sample, of which there are any number while it is traced.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipecut import PipeError, pipeline
 from pipecut.split.chain import Chain, StageTie, chain_of
-from pipecut.split.cost.machine import ACCUMULATION_PASSES, Machine, OperationTimes, Times
+from pipecut.split.cost import ACCUMULATION_PASSES, Machine, OperationTimes, Times
 from pipecut.split.cost.operation import CostFinder
 
 ARITHMETIC = Machine(matmul_flops={torch.float32: 1.0}, memory_bandwidth=1e30, overhead=0.0, link_bandwidth=1.0)

@@ -1,12 +1,14 @@
 """Costs of operations: FLOPs, bytes, times on a machine. Read operation.py first."""
 
-from .machine import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .machine import Machine as Machine
-from .machine import OperationTimes as OperationTimes
-from .machine import Times as Times
-from .machine import mean_of as mean_of
+from .machine import MachineLike as MachineLike
+from .machine import machine_of as machine_of
 from .operation import ConcreteCosts as ConcreteCosts
 from .operation import CostFinder as CostFinder
 from .operation import flops_between as flops_between
 from .operation import operation_flops as operation_flops
 from .saved import bytes_of as bytes_of
+from .times import ACCUMULATION_PASSES as ACCUMULATION_PASSES
+from .times import OperationTimes as OperationTimes
+from .times import Times as Times
+from .times import mean_of as mean_of

@@ -1,34 +1,46 @@
-"""Machine: how fast a device computes and moves bytes, from a data sheet or measured."""
+"""Machine: how fast a device computes and moves bytes, from a data sheet, from a file, or measured."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
-from ...errors import PipeError
-from ...pipe_ir import Operation, operator_of
-from ...text import dtype_name
-from .operation import ConcreteCosts, CostFinder, operation_flops
-from .saved import bytes_of
+from ...errors import InputError, PipeError
+from ...text import did_you_mean, dtype_name, format_bytes, listed
 
 _MATMUL_SIZE = 512
 _BANDWIDTH_BYTES = 2**26
 _TIME_FOR_EACH = 0.15
+
+# Large matrix products reach about this much of the rates of a data sheet; an assumption, the same for all of them.
+_REACHED = 0.6
+# The machine that a model on the meta device is cut for, which is on no machine yet.
+_FOR_META = "h100"
 
 
 @dataclass(frozen=True)
 class Machine:
     """Speed of a device: rates of matrix products by dtype, of memory and of the link to the next device.
 
+    `network_bandwidth` is that of the link to a device on another host, if it differs; `ranks_per_host` devices are on
+    one host. `memory` are the bytes of a device, `source` says where the figures are from.
+
     >>> machine = Machine(matmul_flops={torch.float32: 1e10}, memory_bandwidth=1e9, overhead=0.0)
     >>> machine.time(flops=1e10, bytes_moved=4e9, dtype=torch.float32)
     4.0
+    >>> Machine.named("a100").memory
+    80000000000.0
     """
 
     matmul_flops: Mapping[torch.dtype, float] = field(default_factory=lambda: MappingProxyType({torch.float32: 4e10}))
@@ -36,10 +48,17 @@ class Machine:
     overhead: float = 4e-6  # seconds for each operation, however small
     link_bandwidth: float = 2e9
     link_latency: float = 5e-5
+    network_bandwidth: float | None = None
+    ranks_per_host: int = 8
+    memory: float | None = None
+    name: str = "custom"
+    source: str = ""
 
     def __post_init__(self) -> None:
         rates = {f"matmul_flops[{dtype}]": rate for dtype, rate in self.matmul_flops.items()}
         rates |= {"memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
+        if self.network_bandwidth is not None:
+            rates["network_bandwidth"] = self.network_bandwidth
         for name, rate in rates.items():
             if not (math.isfinite(rate) and rate > 0):
                 raise PipeError(f"Machine({name}={rate}): a rate is what passes in a second, a number above 0")
@@ -56,7 +75,56 @@ class Machine:
         >>> Machine.nominal("cpu").memory_bandwidth < Machine.nominal("cuda").memory_bandwidth
         True
         """
-        return cls() if device_type == "cpu" else _ACCELERATOR
+        return _CPU if device_type == "cpu" else _ACCELERATOR
+
+    @classmethod
+    def named(cls, name: str) -> Machine:
+        """Return a machine from the table of public figures: "h100", "a100"... or "cpu".
+
+        Rates of matrix products are 0.6 of those of the data sheet, as large ones reach it.
+
+        >>> print(Machine.named("h100").name)
+        h100
+        """
+        if name.lower() == "cpu":
+            return _CPU
+        entry = _table().get(name.lower())
+        if entry is None:
+            known = ["cpu", *_table()]
+            raise InputError(
+                f"machine={name!r} is not known.{did_you_mean(name, known)} Give one of {listed(known)}, a file of "
+                "machines (.json), or a pipecut.Machine"
+            )
+        return _from_entry(name.lower(), entry, "the table of machines")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Machine:
+        """Read a machine from a JSON file, which has entries by name as the package's `machines.json` has.
+
+        "file.json#name" names one of several.
+        """
+        text, _, name = str(path).partition("#")
+        entries = _read_table(Path(text))
+        if not name and len(entries) > 1:
+            raise InputError(f"{text} has {len(entries)} machines: say which, as '{text}#{next(iter(entries))}'")
+        name = name or next(iter(entries), "")
+        if name not in entries:
+            raise InputError(f"{text} has no machine {name!r}: it has {listed(entries) or 'none'}")
+        return _from_entry(name, entries[name], text)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """Return the machine that a device is, by its name; for the meta device a current accelerator."""
+        if device.type == "meta":
+            return cls.named(_FOR_META)
+        if device.type == "cpu":
+            return _CPU
+        module = torch.get_device_module(device)
+        label = module.get_device_name(device) if hasattr(module, "get_device_name") else ""
+        for name, entry in _table().items():
+            if any(each in label for each in entry["device_names"]):
+                return cls.named(name)
+        return _ACCELERATOR
 
     @classmethod
     def measure(cls, device: torch.device | str = "cpu", dtypes: Iterable[torch.dtype] = ()) -> Machine:
@@ -76,35 +144,126 @@ class Machine:
         rate = self.matmul_flops.get(dtype, self.matmul_flops[torch.float32])
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.overhead
 
+    def linking(self, ranks: int) -> Machine:
+        """Return the machine with the link between this many ranks: where they are on several hosts, the network."""
+        if self.network_bandwidth is None or ranks <= self.ranks_per_host:
+            return self
+        return replace(self, link_bandwidth=self.network_bandwidth, network_bandwidth=None)
+
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype_name(dtype)} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in self.matmul_flops.items())
+        network = "" if self.network_bandwidth is None else f", to other hosts {self.network_bandwidth / 1e9:,.1f} GB/s"
+        memory = "" if self.memory is None else f" of {format_bytes(self.memory)}"
         return (
-            f"matrix products {rates}; memory {self.memory_bandwidth / 1e9:,.1f} GB/s; "
+            f"{self.name}: matrix products {rates}; memory{memory} {self.memory_bandwidth / 1e9:,.1f} GB/s; "
             f"{self.overhead * 1e6:.1f} us per operation; link {self.link_bandwidth / 1e9:,.1f} GB/s, "
-            f"{self.link_latency * 1e6:.0f} us"
+            f"{self.link_latency * 1e6:.0f} us{network}"
         )
 
 
+MachineLike: TypeAlias = Machine | str | os.PathLike[str]
+
+
+def machine_of(given: MachineLike | None) -> Machine | None:
+    """Return the machine that a user names: itself, by name, or from a file; None if none is given."""
+    if given is None or isinstance(given, Machine):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise InputError(
+            f"machine= is a {type(given).__name__}: give a name such as 'h100', a file of machines, or a Machine"
+        )
+    text = os.fspath(given)
+    return Machine.load(text) if ".json" in text or os.sep in text else Machine.named(text)
+
+
+_CPU = Machine(name="cpu")
 _ACCELERATOR = Machine(
     matmul_flops=MappingProxyType({torch.float32: 6e13, torch.bfloat16: 2e14, torch.float16: 2e14}),
     memory_bandwidth=1.5e12,
     overhead=6e-6,
     link_bandwidth=2.5e10,
     link_latency=1e-5,
+    name="accelerator",
 )
+
+
+# The table of machines.
+
+_FIGURES = ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "network_gb_per_s", "ranks_per_host")
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(resources.files(__package__).joinpath("machines.json").read_text())
+    return found
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"machine={str(path)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not a JSON file of machines: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        raise InputError(f"{path} is not a file of machines: it should hold an entry per name, such as {_EXAMPLE}")
+    return found
+
+
+_EXAMPLE = '{"mine": {"peak_tflops": {"float32": 20, "bfloat16": 300}, "memory_gb_per_s": 2000, "link_gb_per_s": 50}}'
+
+
+def _from_entry(name: str, entry: Mapping[str, Any], where: str) -> Machine:
+    """Make a machine of an entry; raise InputError that names the figure that is missing or wrong."""
+    rates = {dtype: 1e12 * _REACHED * peak for dtype, peak in _rates(name, entry, where).items()}
+    figures = {key: _figure(name, key, entry[key], where) for key in _FIGURES if key in entry}
+    for key in ("memory_gb_per_s", "link_gb_per_s"):
+        if key not in figures:
+            raise InputError(f"{where}: machine {name!r} has no {key}; an entry looks like {_EXAMPLE}")
+    return Machine(
+        matmul_flops=MappingProxyType(rates),
+        memory_bandwidth=1e9 * figures["memory_gb_per_s"],
+        overhead=_ACCELERATOR.overhead,
+        link_bandwidth=1e9 * figures["link_gb_per_s"],
+        link_latency=_ACCELERATOR.link_latency,
+        network_bandwidth=1e9 * figures["network_gb_per_s"] if "network_gb_per_s" in figures else None,
+        ranks_per_host=int(figures.get("ranks_per_host", 8)),
+        memory=1e9 * figures["memory_gb"] if "memory_gb" in figures else None,
+        name=name,
+        source=str(entry.get("source", where)),
+    )
+
+
+def _rates(name: str, entry: Mapping[str, Any], where: str) -> dict[torch.dtype, float]:
+    peaks = entry.get("peak_tflops")
+    if not isinstance(peaks, dict) or "float32" not in peaks:
+        raise InputError(f"{where}: machine {name!r} has no peak_tflops with a rate for float32, as in {_EXAMPLE}")
+    unknown = [key for key in peaks if not isinstance(getattr(torch, key, None), torch.dtype)]
+    if unknown:
+        raise InputError(f"{where}: machine {name!r} has a rate for {unknown[0]!r}, which is not a dtype of torch")
+    return {getattr(torch, key): _figure(name, f"peak_tflops[{key}]", peak, where) for key, peak in peaks.items()}
+
+
+def _figure(name: str, key: str, value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{where}: machine {name!r} has {key} = {value!r}; it should be a number above 0")
+    return float(value)
+
+
+# Measuring.
 
 
 @functools.cache
 def _measured(name: str, dtypes: frozenset[torch.dtype]) -> Machine:
     device = torch.device(name)
-    nominal = Machine.nominal(device.type)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         rates = {dtype: _matmul_rate(device, dtype) for dtype in dtypes}
-        return Machine(
-            MappingProxyType(rates),
-            _bandwidth(device),
-            _overhead(device),
-            *(getattr(nominal, each.name) for each in fields(Machine)[3:]),
+        return replace(
+            Machine.nominal(device.type),
+            matmul_flops=MappingProxyType(rates),
+            memory_bandwidth=_bandwidth(device),
+            overhead=_overhead(device),
+            name=f"{device.type}, measured",
         )
 
 
@@ -143,105 +302,3 @@ def _seconds(call: Callable[[], object], device: torch.device, calls: int = 1) -
 
 def _no_wait() -> None:
     """Do nothing: the CPU is done when a call returns."""
-
-
-# A weight's gradient is added to what earlier microbatches left: two reads and a write.
-ACCUMULATION_PASSES = 3
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one microbatch: forward, gradients of the inputs, gradients of the weights.
-
-    >>> Times(1.0, 2.0, 3.0) + Times(0.5, 0.5, 0.5)
-    Times(forward=1.5, backward_input=2.5, backward_weight=3.5)
-    """
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all three."""
-        return self.forward + self.backward_input + self.backward_weight
-
-    def __add__(self, other: Times) -> Times:
-        return Times(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-        )
-
-    def scaled(self, forward: float, backward_input: float, backward_weight: float) -> Times:
-        """Multiply each part by a factor of its own."""
-        return Times(
-            self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
-        )
-
-
-def mean_of(times: Sequence[Times]) -> Times:
-    """Return the mean of each part.
-
-    >>> mean_of([Times(1.0, 2.0, 3.0), Times(3.0, 2.0, 5.0)])
-    Times(forward=2.0, backward_input=2.0, backward_weight=4.0)
-    """
-    return sum(times, Times()).scaled(*[1 / len(times)] * 3)
-
-
-class OperationTimes:
-    """Times of the operations of a trace at given sizes, by roofline: the longer of arithmetic and memory."""
-
-    def __init__(self, finder: CostFinder, machine: Machine, sizes: Mapping[str, int]) -> None:
-        self.finder, self.machine = finder, machine
-        self.traced = finder.traced
-        self._costs = ConcreteCosts(self.traced, sizes)
-        self._repeated = {
-            op.index
-            for span in self.traced.spans("checkpoint")
-            for op in self.traced.operations_within(span.begin, span.end)
-        }
-
-    def of(self, op: Operation) -> Times:
-        """Return the times of one operation."""
-        if op.kind != "op":
-            return Times()
-        flops = self._costs.number(operation_flops(self.traced, op))
-        moved = self._costs.number(self.finder.bytes_moved(op))
-        dtype = self._dtype(op)
-        forward = self.machine.time(flops, moved, dtype)
-        if not self.finder.saved.needs_gradient(op):
-            return Times(forward)
-        values, weights = self._gradients(op)
-        again = forward if op.index in self._repeated else 0.0
-        operator = operator_of(op.target)
-        if flops:
-            each = operator.backward_flops
-            backward = self.machine.time(flops * each, moved * each, dtype)
-            return Times(
-                forward, again + backward * len(values), (backward if weights else 0.0) + self._accumulation(weights)
-            )
-        backward = self.machine.time(0, moved * operator.backward_bytes, dtype)
-        if values:
-            return Times(forward, again + backward, self._accumulation(weights))
-        return Times(forward, again, backward + self._accumulation(weights))
-
-    def _gradients(self, op: Operation) -> tuple[list[int], list[int]]:
-        """Return the arguments that get a gradient: activations, and weights or what is made of them alone."""
-        needing = [index for index in dict.fromkeys(op.refs) if self.finder.saved.index_needs_gradient(index)]
-        if op.spec is not None and not needing:
-            needing = [index for index in op.refs if self.traced.operations[index].spec is None]
-        is_weight = self.finder.memory.is_weight
-        return [each for each in needing if not is_weight[each]], [each for each in needing if is_weight[each]]
-
-    def _accumulation(self, weights: list[int]) -> float:
-        size = sum(self._costs.number(bytes_of(self.traced.operations[index])) for index in weights)
-        return ACCUMULATION_PASSES * size / self.machine.memory_bandwidth
-
-    def _dtype(self, op: Operation) -> torch.dtype:
-        spec = op.spec
-        if spec is None:
-            spec = next((self.traced.operations[index].spec for index in op.refs), None)
-        if op.context.autocast and op.context.autocast[-1].enabled:
-            return op.context.autocast[-1].dtype
-        return torch.float32 if spec is None else spec.dtype
