@@ -51,6 +51,11 @@ from .stage import build_stage as build_stage
 from .stage import empty_weights as empty_weights
 from .stage import random_streams as random_streams
 from .stage import save_stage as save_stage
+from .training import CheckpointSave as CheckpointSave
+from .training import LoadedCheckpoint as LoadedCheckpoint
+from .training import latest_checkpoint as latest_checkpoint
+from .training import load_checkpoint as load_checkpoint
+from .training import save_checkpoint as save_checkpoint
 from .verification import Verification as Verification
 from .verification import VerificationError as VerificationError
 from .verification import verify as verify

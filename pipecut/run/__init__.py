@@ -11,12 +11,14 @@ from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
 from .executor import checked_op as checked_op
 from .failure import PATIENCE as PATIENCE
+from .handshake import differences as differences
 from .handshake import digest as digest
 from .handshake import exchange as exchange
 from .inputs import Given as Given
 from .inputs import InputCutter as InputCutter
 from .metrics import RankMetrics as RankMetrics
 from .metrics import StepMetrics as StepMetrics
+from .schedule import PipelineSchedule as PipelineSchedule
 from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from .schedules import PipelineScheduleSingle as PipelineScheduleSingle

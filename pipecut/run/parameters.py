@@ -55,6 +55,10 @@ class _StageState:
         """
         return self._distinct(lambda module: module.named_parameters(remove_duplicate=False))
 
+    def buffers(self) -> list[_HeldTensor]:
+        """Return all buffers in the model's order, each object once."""
+        return self._distinct(lambda module: module.named_buffers(remove_duplicate=False))
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by name, a tied one under its first name in the model."""
         found: dict[str, _HeldTensor] = {}
@@ -69,7 +73,7 @@ class _StageState:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by name; one that several stages hold comes once."""
         found: dict[str, _HeldTensor] = {}
-        for held in self._distinct(lambda module: module.named_buffers(remove_duplicate=False)):
+        for held in self.buffers():
             if found.setdefault(held.name, held) is held:
                 yield held.name, held.value
             elif not self._traced:
@@ -165,6 +169,10 @@ class HoldsStages:
     def held_parameters(self) -> list[_HeldTensor]:
         """Return the parameters with their places: the stage, and the order in the model."""
         return self._state().parameters()
+
+    def held_buffers(self) -> list[_HeldTensor]:
+        """Return the buffers with their places; several of one name if stages hold copies of it."""
+        return self._state().buffers()
 
     def _state(self) -> _StageState:
         return _StageState(self.stages, self.info, self.ties)

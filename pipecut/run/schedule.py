@@ -145,7 +145,7 @@ class PipelineSchedule(HoldsStages):
         self._objective = Objective(loss_fn)
         self._probing = LossProbing(self._objective)
         self._loss_weight = loss_weight
-        self._seeds = None if random_numbers == "per_process" else StepSeeds()
+        self.seeds = None if random_numbers == "per_process" else StepSeeds()
         # By training, the number of microbatches, and scale_grads, which may be set.
         self._runners: dict[tuple[bool, int, bool, int], Runner] = {}
         self._last_runner: Runner | None = None
@@ -192,7 +192,7 @@ class PipelineSchedule(HoldsStages):
             self._connection,
             self._objective,
             self._weighing,
-            self._seeds,
+            self.seeds,
             self._forms,
             fewer=self._runs_fewer_microbatches,
         )

@@ -21,12 +21,17 @@ from .dtensor import local_part as local_part
 from .dtensor import place_like as place_like
 from .dtensor import placement_of as placement_of
 from .dtensor import ready_to_send as ready_to_send
+from .materialize import TRAINING_MANIFEST as TRAINING_MANIFEST
+from .materialize import TRAINING_PREFIX as TRAINING_PREFIX
 from .materialize import CheckpointLike as CheckpointLike
 from .materialize import InitFunction as InitFunction
 from .materialize import Values as Values
 from .materialize import empty_weights as empty_weights
 from .materialize import materialize as materialize
+from .materialize import open_distributed as open_distributed
 from .materialize import save_stage as save_stage
+from .materialize import sync_directory as sync_directory
+from .materialize import sync_file as sync_file
 from .microbatch import BatchDims as BatchDims
 from .microbatch import ChunkSpec as ChunkSpec
 from .microbatch import CustomReducer as CustomReducer

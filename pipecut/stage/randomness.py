@@ -158,17 +158,17 @@ class StepSeeds:
     """
 
     def __init__(self) -> None:
-        self._evaluations = 0
+        self.evaluations = 0  # so far; a checkpoint has it
 
     def next(self, *, training: bool) -> int:
         """Return the seed of the next step or evaluation."""
         if training:
             return _draw_seed()
-        self._evaluations += 1
+        self.evaluations += 1
         state = torch.default_generator.get_state()
         seed = _draw_seed()
         torch.default_generator.set_state(state)
-        return derive_seed(seed, self._evaluations)
+        return derive_seed(seed, self.evaluations)
 
 
 def random_streams(microbatches: int, device: torch.device | str = "cpu") -> list[RandomStream]:

@@ -17,6 +17,8 @@ from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
 from .autograd import tensor_hooks as tensor_hooks
+from .checkpoint import METADATA_FILE as METADATA_FILE
+from .checkpoint import unpickle_metadata as unpickle_metadata
 from .distributed import LOST_CONNECTION as LOST_CONNECTION
 from .distributed import REPLICATE_CLASS as REPLICATE_CLASS
 from .distributed import ReplicateState as ReplicateState

@@ -1,1 +1,7 @@
 """Parts of a training job around the step: norms, checkpoints, mixed precision, metrics and meshes."""
+
+from .checkpoint import CheckpointSave as CheckpointSave
+from .checkpoint import LoadedCheckpoint as LoadedCheckpoint
+from .checkpoint import latest_checkpoint as latest_checkpoint
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint

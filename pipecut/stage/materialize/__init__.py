@@ -5,9 +5,22 @@ Begin with materialize.py; load.py opens checkpoints and reads from them.
 
 from __future__ import annotations
 
-from .load import CheckpointLike
+from .checkpoint import open_distributed, sync_directory, sync_file
+from .load import TRAINING_MANIFEST, TRAINING_PREFIX, CheckpointLike
 from .materialize import InitFunction, Values, materialize
 from .save import save_stage
 from .tensors import empty_weights
 
-__all__ = ["CheckpointLike", "InitFunction", "Values", "empty_weights", "materialize", "save_stage"]
+__all__ = [
+    "TRAINING_MANIFEST",
+    "TRAINING_PREFIX",
+    "CheckpointLike",
+    "InitFunction",
+    "Values",
+    "empty_weights",
+    "materialize",
+    "open_distributed",
+    "save_stage",
+    "sync_directory",
+    "sync_file",
+]

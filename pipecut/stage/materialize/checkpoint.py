@@ -5,21 +5,24 @@ One class each for state dicts, files of torch.save, directories of torch.distri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...text import dtype_name, shape_text
+
+if TYPE_CHECKING:
+    from .distributed import DistributedReader
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,17 @@ def _summary(content: object) -> str:
 
 
 class DistributedCheckpoint:
-    """A directory that torch.distributed.checkpoint has written, from any number of ranks."""
+    """A directory that torch.distributed.checkpoint has written, from any number of ranks.
 
-    def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import, and rarely used
+    With a `prefix`, only what is saved under names that begin with it, without it.
+    """
 
+    def __init__(self, path: Path, prefix: str = "") -> None:
         self.where = str(path)
-        self._reader = FileSystemReader(path)
-        self._saved = self._reader.read_metadata().state_dict_metadata
+        self._prefix = prefix
+        self._reader = open_distributed(path)
+        saved = self._reader.metadata.state_dict_metadata
+        self._saved = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
 
     @property
     def names(self) -> Collection[str]:
@@ -127,21 +133,14 @@ class DistributedCheckpoint:
         return Entry(tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        self._load({name: target.detach() for name, target in targets.items()})
+        self._reader.read({f"{self._prefix}{name}": target.detach() for name, target in targets.items()})
 
     def load_object(self, name: str) -> Any:
         entry = self.entry(name)
-        into: dict[str, Any] = {name: None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)}
-        self._load(into)
-        return into[name]
-
-    def _load(self, into: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        with warnings.catch_warnings():
-            # It warns that every rank reads for itself, which is intended.
-            warnings.filterwarnings("ignore", ".*single process")
-            load(into, storage_reader=self._reader, no_dist=True)
+        saved = f"{self._prefix}{name}"
+        into: dict[str, Any] = {saved: None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)}
+        self._reader.read(into)
+        return into[saved]
 
 
 # The safetensors format: a length, a JSON header, and the bytes of the tensors; read and written piece by piece.
@@ -279,7 +278,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             _write(file, tensor)
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.replace(path)
+    sync_directory(path.parent)
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> None:
@@ -288,3 +290,26 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step].cpu().view(torch.uint8)
         file.write(piece.numpy().data)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk; not every file system can."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def open_distributed(path: Path) -> DistributedReader:
+    """Open a directory of torch.distributed.checkpoint, for DTensors too."""
+    from .distributed import DistributedReader  # slow to import, and rarely used
+
+    return DistributedReader(path)

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...text import did_you_mean, dtype_name, lines_of, listed
+from ...torch_internals import METADATA_FILE
 from .checkpoint import Checkpoint, DistributedCheckpoint, Entry, InMemory, SafetensorsFile, open_torch_file
 from .tensors import StageTensor, has_values, named_tensors
 
+TRAINING_MANIFEST = "checkpoint.json"  # of a checkpoint of a training job, which pipecut.save_checkpoint has written
+TRAINING_PREFIX = "model/"  # begins the names of the model's own tensors in it
 INDEX = "model.safetensors.index.json"
 CheckpointLike = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -175,7 +178,9 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    if (path / ".metadata").exists():
+    if (path / TRAINING_MANIFEST).exists():
+        return DistributedCheckpoint(path, TRAINING_PREFIX)
+    if (path / METADATA_FILE).exists():
         return DistributedCheckpoint(path)
     if (path / INDEX).exists():
         return _read_index(path / INDEX)

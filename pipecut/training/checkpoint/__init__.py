@@ -1,0 +1,12 @@
+"""Checkpoints of training jobs: saved by all ranks, complete or not there, loaded under any other cut.
+
+Begin with save.py and load.py. folder.py knows the files, ranks.py the processes, contents.py what is saved of each.
+"""
+
+from __future__ import annotations
+
+from .folder import latest_checkpoint
+from .load import LoadedCheckpoint, load_checkpoint
+from .save import CheckpointSave, save_checkpoint
+
+__all__ = ["CheckpointSave", "LoadedCheckpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]

@@ -1,0 +1,144 @@
+"""Objects beside the tensors: states of user's objects, schedulers and random streams, in files that run no code.
+
+They are written by torch.save and read with weights_only=True: numbers, texts, tensors, numpy arrays, and containers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import pickle
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...run import PipelineSchedule
+from ...stage import derive_seed
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that can be saved, and go on from what was saved."""
+
+    def state_dict(self) -> Any:
+        """Return its state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go on from a state."""
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of a Stateful object, and another value as it is."""
+    return value.state_dict() if isinstance(value, Stateful) and not isinstance(value, type) else value
+
+
+def serialized(name: str, value: Any) -> bytes:
+    """Return the bytes of a value, checked to be readable without running code."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        deserialized(stream.getvalue(), name)
+    except (CheckpointError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{name} cannot be saved, since it could not be read again without running code: {reason}. Let its "
+            "state_dict() return numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of these"
+        ) from error
+    return stream.getvalue()
+
+
+def deserialized(content: bytes, where: str) -> Any:
+    """Return the value that some bytes hold; no code is run from them."""
+    try:
+        with torch.serialization.safe_globals(_numpy_types()):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{where} cannot be read: {str(error).strip().splitlines()[0]}") from error
+
+
+def read_objects(path: Path) -> Any:
+    """Return the value in a file."""
+    return deserialized(path.read_bytes(), str(path))
+
+
+def _numpy_types() -> list[Any]:
+    """Return what the pickle of a numpy array names, if numpy was imported; object arrays stay impossible."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return []
+    array = numpy.zeros(1)
+    reconstruct = array.__reduce__()[0]
+    kinds = {type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdFD"}
+    scalar = numpy.float64(0).__reduce__()[0]
+    return [reconstruct, scalar, numpy.ndarray, numpy.dtype, *kinds]
+
+
+def digest_of(content: Any) -> str:
+    """Return a short text that is the same for values with the same bytes."""
+    return hashlib.sha256(serialized("value", content)).hexdigest()[:16]
+
+
+def snapshot(value: Any) -> Any:
+    """Return a value that no later change of the original reaches."""
+    return copy.deepcopy(value)
+
+
+# Random streams.
+
+
+def random_state(schedule: PipelineSchedule) -> dict[str, Any]:
+    """Return the state of the random streams of this process: Python's, numpy's, torch's, and the schedule's."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, place, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [kind, [int(key) for key in keys], int(place), int(has_gauss), float(cached)]
+    devices = _devices(schedule)
+    state["devices"] = {device.type: _device_state(device) for device in devices}
+    state["evaluations"] = 0 if schedule.seeds is None else schedule.seeds.evaluations
+    return state
+
+
+def restore_random_state(schedule: PipelineSchedule, state: Mapping[str, Any], fork: int = 0) -> None:
+    """Let all random streams go on where they were; with `fork`, a number, by streams of their own that follow."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, place, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
+    for device in _devices(schedule):
+        if device.type in state["devices"]:
+            module: Any = torch.get_device_module(device)
+            module.set_rng_state(state["devices"][device.type], *(() if device.type == "mps" else (device,)))
+    if schedule.seeds is not None:
+        schedule.seeds.evaluations = int(state["evaluations"])
+    if fork:
+        _fork(fork)
+
+
+def _fork(number: int) -> None:
+    torch.manual_seed(derive_seed(int(torch.randint(1 << 62, ()).item()), number))
+    random.seed(derive_seed(random.getrandbits(62), number))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(derive_seed(int(numpy.random.randint(1 << 31)), number) % (1 << 32))
+
+
+def _devices(schedule: PipelineSchedule) -> list[torch.device]:
+    return [device for device in {stage.device for stage in schedule.stages} if device.type not in ("cpu", "meta")]
+
+
+def _device_state(device: torch.device) -> Tensor:
+    module: Any = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state(*(() if device.type == "mps" else (device,)))
+    return state.cpu()

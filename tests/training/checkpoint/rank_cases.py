@@ -1,0 +1,130 @@
+"""Parts that ranks play in tests of checkpoints: each returns what the test compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pipecut import Schedule1F1B, load_checkpoint, save_checkpoint
+from tests.training.checkpoint.jobs import BATCH, MICROBATCHES, Job, Net, cut, make_job, new_model
+
+
+class Position:
+    """A place in the data, which the test can read."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def results(job: Job) -> tuple[list[float], dict[str, Any]]:
+    return job.losses, job.state
+
+
+def save_here(rank: int, folder: str, name: str, kind: type[nn.Module] = Net) -> tuple[list[float], dict[str, Any]]:
+    """Train 3 steps on these ranks, and save."""
+    job = make_job(dist.get_world_size(), name, kind)
+    job.train(0, 3)
+    extra = {"data": Position(30), "rank": rank}
+    save_checkpoint(folder, job.schedule, job.optimizer, step=3, scheduler=job.scheduler, extra=extra)
+    return results(job)
+
+
+def go_on_here(rank: int, folder: str, name: str, kind: type[nn.Module] = Net) -> Any:
+    """Load on these ranks, and train 3 more steps."""
+    job = make_job(dist.get_world_size(), name, kind)
+    torch.manual_seed(99)
+    data = Position(0)
+    loaded = load_checkpoint(folder, job.schedule, job.optimizer, scheduler=job.scheduler, extra={"data": data})
+    job.train(3, 6)
+    return *results(job), loaded.step, data.place, loaded.extra["rank"]
+
+
+def train_here(rank: int, name: str, kind: type[nn.Module] = Net) -> tuple[list[float], dict[str, Any]]:
+    job = make_job(dist.get_world_size(), name, kind)
+    job.train(0, 6)
+    return results(job)
+
+
+def hybrid_job(wrapper: str) -> Job:
+    """Make a job of 2 pipelines of 2 ranks, or on 2 ranks 2 pipelines of one: stages are copied or sharded."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "pp"))
+    pp = mesh["pp"].get_group()
+    index = dist.get_rank(pp)
+    stage = cut(world // 2).build_stage(index, "cpu", group=pp, checkpoint=new_model().state_dict())
+    torch.manual_seed(7)
+    if wrapper == "ddp":
+        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp"].get_group())
+    else:
+        fully_shard(stage.submod, mesh=mesh["dp"])
+    schedule = Schedule1F1B(stage, MICROBATCHES, nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(schedule.parameters(), lr=0.05)
+    return Job(schedule, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+
+
+def save_hybrid(rank: int, folder: str, wrapper: str) -> dict[str, Any]:
+    job = hybrid_job(wrapper)
+    job.train(0, 3)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=3, scheduler=job.scheduler, extra={"rank": rank})
+    return whole(job.state)
+
+
+def load_hybrid(rank: int, folder: str, wrapper: str) -> dict[str, Any]:
+    job = hybrid_job(wrapper)
+    load_checkpoint(folder, job.schedule, job.optimizer, scheduler=job.scheduler)
+    return whole(job.state)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with DTensors put together."""
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def disagree(rank: int, folder: str, what: str) -> None:
+    """Ask for something else on each rank."""
+    job = make_job(2)
+    own = Path(folder) / (f"of rank {rank}" if what == "folder" else "all")
+    if what == "load":
+        for number in range(2):
+            save_checkpoint(own, job.schedule, step=number)
+        load_checkpoint(own / f"step-0000000{rank}", job.schedule)
+    save_checkpoint(own, job.schedule, job.optimizer, step=rank if what == "step" else 3)
+
+
+def fail_on_one(rank: int, folder: str) -> None:
+    """One rank has something that cannot be saved."""
+    job = make_job(2)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=1)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=2, extra={"clock": print if rank else 0})
+
+
+def different_settings(rank: int, folder: str, kind: type[nn.Module]) -> None:
+    """A tied parameter has another learning rate on each rank."""
+    job = make_job(2, kind=kind)
+    job.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=1)
+
+
+def two_models(rank: int, folder: str) -> None:
+    """Two pipelines that are no copies of each other save as if they were one."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage = cut(2).build_stage(rank % 2, "cpu", group=groups[rank // 2])
+    schedule = Schedule1F1B(stage, MICROBATCHES, nn.functional.mse_loss)
+    x = torch.ones(BATCH, 6)
+    schedule.step(*((x,) if rank % 2 == 0 else ()), target=x if rank % 2 else None)
+    own = f"{folder}/{rank // 2}"
+    save_checkpoint(own, schedule, step=1, group=groups[rank // 2])
+    save_checkpoint(folder, schedule, step=1)

@@ -1,0 +1,42 @@
+"""A job that goes on under another number of ranks, and another cut, ends with the bits of one that never stopped."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipecut import latest_checkpoint, load_checkpoint, save_checkpoint
+from tests.support.sampling import sampled
+from tests.training.checkpoint.jobs import Job, assert_same, make_job
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+COUNTS = range(1, 7)
+QUICK = {(1, 3, "1F1B"), (4, 2, "GPipe"), (2, 1, "Interleaved1F1B"), (3, 3, "1F1B")}
+CASES = [(before, after, name) for name in SCHEDULES for before in COUNTS for after in COUNTS]
+
+
+@functools.cache
+def uninterrupted(ranks: int, name: str) -> Job:
+    job = make_job(ranks, name)
+    job.train(0, 6)
+    job.end = job.state  # type: ignore[attr-defined]
+    return job
+
+
+@pytest.mark.parametrize(("before", "after", "name"), sampled(CASES, lambda case: case in QUICK))
+def test_a_job_goes_on_under_another_number_of_ranks(before: int, after: int, name: str, tmp_path: Path) -> None:
+    expected = uninterrupted(after, name)
+    first = make_job(before, name)
+    first.train(0, 3)
+    save_checkpoint(tmp_path, first.schedule, first.optimizer, step=3, scheduler=first.scheduler)
+    job = make_job(after, name)
+    torch.manual_seed(99)
+    loaded = load_checkpoint(tmp_path, job.schedule, job.optimizer, scheduler=job.scheduler)
+    assert (loaded.step, loaded.path) == (3, latest_checkpoint(tmp_path))
+    job.train(3, 6)
+    assert first.losses + job.losses == expected.losses
+    assert first.norms + job.norms == expected.norms
+    assert_same(job.state, expected.end)  # type: ignore[attr-defined]

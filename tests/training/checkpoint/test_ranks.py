@@ -1,0 +1,100 @@
+"""Ranks save one checkpoint together; one process, other ranks, replicas and shards go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipecut import load_checkpoint
+from tests.support.ranks import Ranks
+from tests.training.checkpoint import rank_cases
+from tests.training.checkpoint.jobs import Job, Tied, assert_same, make_job
+
+PER_RANK = ("lr", "scheduler", "generator")
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of all ranks; what several hold is the same on each."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            same = torch.equal(value, found[name]) if name in found and isinstance(value, torch.Tensor) else True
+            assert same, name
+            found[name] = value
+    return found
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in PER_RANK}
+
+
+def loaded_here(ranks: int, folder: Path, name: str = "1F1B", **options: Any) -> Job:
+    job = make_job(ranks, name, **options)
+    load_checkpoint(folder, job.schedule, job.optimizer, scheduler=job.scheduler)
+    return job
+
+
+def test_two_ranks_and_one_process_go_on_from_each_other(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks.run(rank_cases.save_here, str(tmp_path), "1F1B")
+    alone = make_job(2)
+    alone.clips = False
+    alone.train(0, 6)
+    job = loaded_here(1, tmp_path)
+    assert_same(job.state, joined([state for _, state in saved]))
+    again = loaded_here(2, tmp_path)
+    again.clips = False
+    again.train(3, 6)
+    assert saved[0][0] + again.losses == alone.losses
+    went_on = two_ranks.run(rank_cases.go_on_here, str(tmp_path), "Interleaved1F1B")
+    plain = two_ranks.run(rank_cases.train_here, "Interleaved1F1B")
+    for (losses, state, step, place, rank), (all_losses, all_state), number in zip(went_on, plain, (0, 1), strict=True):
+        assert (step, place, rank) == (3, 30, number)
+        assert losses == all_losses[3:]
+        assert_same(state, all_state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "InterleavedZeroBubble"])
+def test_four_ranks_go_on_where_two_stopped(name: str, two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(rank_cases.save_here, str(tmp_path), name)
+    went_on = four_ranks.run(rank_cases.go_on_here, str(tmp_path), name)
+    plain = four_ranks.run(rank_cases.train_here, name)
+    for (losses, state, *_), (all_losses, all_state) in zip(went_on, plain, strict=True):
+        assert losses == all_losses[3:]
+        assert_same(state, all_state)
+
+
+def test_a_tied_parameter_is_saved_once_and_loaded_by_all_that_hold_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks.run(rank_cases.save_here, str(tmp_path), "1F1B", Tied)
+    together = joined([state for _, state in saved])
+    assert_same(loaded_here(3, tmp_path, kind=Tied).state, together)
+    went_on = two_ranks.run(rank_cases.go_on_here, str(tmp_path), "1F1B", Tied)
+    plain = two_ranks.run(rank_cases.train_here, "1F1B", Tied)
+    for (losses, state, *_), (all_losses, all_state) in zip(went_on, plain, strict=True):
+        assert losses == all_losses[3:]
+        assert_same(state, all_state)
+
+
+@pytest.mark.parametrize(("wrapper", "other"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_copies_and_shards_are_saved_whole(wrapper: str, other: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks.run(rank_cases.save_hybrid, str(tmp_path), wrapper)
+    loaded = two_ranks.run(rank_cases.load_hybrid, str(tmp_path), other)
+    for one, two in zip(saved, loaded, strict=True):
+        assert_same(one, two)
+    job = loaded_here(3, tmp_path)
+    assert_same(tensors(job.state), tensors(saved[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrapper", "other"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp", "fsdp")])
+def test_two_pipelines_go_on_as_one_or_as_two(
+    wrapper: str, other: str, two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    saved = joined(list(map(tensors, four_ranks.run(rank_cases.save_hybrid, str(tmp_path), wrapper))))
+    for ranks in (four_ranks, two_ranks):
+        states = ranks.run(rank_cases.load_hybrid, str(tmp_path), other)
+        assert_same(joined(list(map(tensors, states))), saved)
+    assert_same(tensors(loaded_here(3, tmp_path).state), saved)
