@@ -27,7 +27,7 @@ from .ranks import Position, check_copies, position_of
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ranks compare before they save."""
+    """Facts that the ranks compare before they save."""
 
     common: Mapping[str, str]  # the same on all ranks
     position: Position
@@ -111,7 +111,7 @@ def collect(
     common = {
         "folder": str(folder.resolve()),
         "step": str(step),
-        "model": model_name(schedule),
+        "model": _model_name(schedule),
         "number of stages": str(schedule.plan.stages),
         "scheduler": "none" if scheduler is None else type(scheduler).__name__,
         **{name: str(value) for name, value in options.items()},
@@ -131,7 +131,7 @@ def collect(
     )
 
 
-def model_name(schedule: PipelineSchedule) -> str:
+def _model_name(schedule: PipelineSchedule) -> str:
     """Return the name of the class of the model."""
     return "modules cut by hand" if schedule.info is None else schedule.info.call.model_name
 

@@ -63,11 +63,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     True
     """
     path = Path(folder)
-    warn_of_interrupted(path)
-    return max(complete(path).items(), key=lambda item: item[1], default=(None, 0))[0]
+    _warn_of_interrupted(path)
+    return max(_complete(path).items(), key=lambda item: item[1], default=(None, 0))[0]
 
 
-def complete(folder: Path) -> dict[Path, int]:
+def _complete(folder: Path) -> dict[Path, int]:
     """Return the serial number of each complete checkpoint in a folder."""
     found = {}
     for path in _directories(folder):
@@ -91,9 +91,9 @@ def _directories(folder: Path) -> Iterator[Path]:
         yield from (path for path in folder.iterdir() if path.is_dir())
 
 
-def warn_of_interrupted(folder: Path, besides: Path | None = None) -> None:
-    """Warn once of each interrupted checkpoint, apart from the one that is being written."""
-    found = [path for path in interrupted(folder) if path not in _warned and path != besides]
+def _warn_of_interrupted(folder: Path) -> None:
+    """Warn once of each interrupted checkpoint."""
+    found = [path for path in interrupted(folder) if path not in _warned]
     _warned.update(found)
     if found:
         warn(
@@ -130,7 +130,7 @@ def _versions(content: Mapping[str, Any]) -> str:
 
 
 def _not_complete(path: Path) -> str:
-    inside = complete(path)
+    inside = _complete(path)
     if inside:
         names = listed(sorted(each.name for each in inside), at_most=4)
         return f"{path} is a folder of checkpoints and not one: pass one of {names}, or the result of latest_checkpoint"
@@ -181,14 +181,14 @@ class Draft:
 def begin(folder: Path, step: int) -> Draft:
     """Make the directory of a new checkpoint. The first rank calls this, for all."""
     folder.mkdir(parents=True, exist_ok=True)
-    warn_of_interrupted(folder)
+    _warn_of_interrupted(folder)
     name, number = f"step-{step:08}", 1
     while (folder / name).exists():  # replaced when the new one is complete, and not before
         number += 1
         name = f"step-{step:08}.{number}"
     directory = folder / f".{name}{_UNFINISHED}{uuid.uuid4().hex[:8]}"
     directory.mkdir()
-    return Draft(directory, folder / name, 1 + max(complete(folder).values(), default=0), step)
+    return Draft(directory, folder / name, 1 + max(_complete(folder).values(), default=0), step)
 
 
 def commit(draft: Draft, manifest: Manifest) -> None:
@@ -210,7 +210,7 @@ def discard(draft: Draft) -> None:
 
 def prune(draft: Draft, keep: int | None) -> None:
     """Remove the oldest checkpoints beyond `keep`, and others of the step that was saved anew."""
-    known = complete(draft.path.parent)
+    known = _complete(draft.path.parent)
     ordered = sorted(known, key=lambda path: known[path])
     same = [path for path in ordered if path != draft.path and _step_of(path) == draft.step]
     rest = [path for path in ordered if path not in same]

@@ -43,7 +43,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint held besides: the number of steps that were done, and `extra`, by name."""
+    """Step and values of a checkpoint that was loaded: the number of steps that were done, and `extra`, by name."""
 
     path: Path
     step: int
@@ -52,7 +52,7 @@ class LoadedCheckpoint:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the ranks compare before they load."""
+    """Facts that the ranks compare before they load."""
 
     path: str
     position: Position

@@ -6,7 +6,6 @@ They are written by torch.save and read with weights_only=True: numbers, texts, 
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import pickle
 import random
@@ -44,7 +43,7 @@ def serialized(name: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        deserialized(stream.getvalue(), name)
+        _deserialized(stream.getvalue(), name)
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise CheckpointError(
@@ -54,7 +53,7 @@ def serialized(name: str, value: Any) -> bytes:
     return stream.getvalue()
 
 
-def deserialized(content: bytes, where: str) -> Any:
+def _deserialized(content: bytes, where: str) -> Any:
     """Return the value that some bytes hold; no code is run from them."""
     try:
         with torch.serialization.safe_globals(_numpy_types()):
@@ -65,7 +64,7 @@ def deserialized(content: bytes, where: str) -> Any:
 
 def read_objects(path: Path) -> Any:
     """Return the value in a file."""
-    return deserialized(path.read_bytes(), str(path))
+    return _deserialized(path.read_bytes(), str(path))
 
 
 def _numpy_types() -> list[Any]:
@@ -78,11 +77,6 @@ def _numpy_types() -> list[Any]:
     kinds = {type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdFD"}
     scalar = numpy.float64(0).__reduce__()[0]
     return [reconstruct, scalar, numpy.ndarray, numpy.dtype, *kinds]
-
-
-def digest_of(content: Any) -> str:
-    """Return a short text that is the same for values with the same bytes."""
-    return hashlib.sha256(serialized("value", content)).hexdigest()[:16]
 
 
 def snapshot(value: Any) -> Any:

@@ -25,7 +25,7 @@ Names = Mapping[int, str]  # the name in the model of each parameter object, by 
 
 
 @dataclass(frozen=True)
-class Group:
+class _Group:
     """A parameter group on one rank: its settings, and the names of its parameters."""
 
     settings: Mapping[str, Any]
@@ -46,7 +46,7 @@ class OptimizerFacts:
     """An optimizer of one rank without its tensors: small enough to be sent to the others."""
 
     kind: str
-    groups: tuple[Group, ...]
+    groups: tuple[_Group, ...]
     values: Mapping[str, Mapping[str, Any]]  # what is no tensor in the state of a parameter, by name and key
     on_cpu: frozenset[str]  # keys whose tensors are on the CPU while the parameters are not
     other: Mapping[str, Any]  # what its state_dict() has besides
@@ -112,10 +112,10 @@ def facts_of(optimizer: Optimizer, names: Names) -> tuple[OptimizerFacts, dict[s
     return OptimizerFacts(kind_of(optimizer), groups_of(optimizer, names), values, frozenset(on_cpu), other), tensors
 
 
-def groups_of(optimizer: Optimizer, names: Names) -> tuple[Group, ...]:
+def groups_of(optimizer: Optimizer, names: Names) -> tuple[_Group, ...]:
     """Return the parameter groups by names."""
     return tuple(
-        Group(
+        _Group(
             {key: value for key, value in group.items() if key not in ("params", "param_names")},
             tuple(names[id(parameter)] for parameter in group["params"]),
         )
@@ -123,9 +123,9 @@ def groups_of(optimizer: Optimizer, names: Names) -> tuple[Group, ...]:
     )
 
 
-def check_same_settings(groups: Iterable[tuple[int, Group]]) -> None:
+def check_same_settings(groups: Iterable[tuple[int, _Group]]) -> None:
     """Raise if a parameter that several ranks or stages hold has different settings in two groups."""
-    known: dict[str, tuple[int, Group]] = {}
+    known: dict[str, tuple[int, _Group]] = {}
     for rank, group in groups:
         for name in group.names:
             before, other = known.setdefault(name, (rank, group))
@@ -137,7 +137,7 @@ def check_same_settings(groups: Iterable[tuple[int, Group]]) -> None:
                 )
 
 
-def _difference(one: Group, other: Group) -> str:
+def _difference(one: _Group, other: _Group) -> str:
     keys = [
         key
         for key in {**one.settings, **other.settings}
@@ -159,9 +159,9 @@ class SavedOptimizer:
     values: Mapping[str, Mapping[str, Any]]
     on_cpu: Sequence[str]
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> _Group:
         """Return the settings of a parameter."""
-        return Group(self.settings[self.group_of[name]], (name,))
+        return _Group(self.settings[self.group_of[name]], (name,))
 
 
 def merged(facts: Sequence[OptimizerFacts | None]) -> dict[str, Any]:
@@ -204,9 +204,9 @@ def check_fits(saved: SavedOptimizer, kind: str, held: Sequence[str], where: str
         )
 
 
-def settings_of(saved: SavedOptimizer, group: Group, number: int) -> Mapping[str, Any]:
+def settings_of(saved: SavedOptimizer, group: _Group, number: int) -> Mapping[str, Any]:
     """Return the saved settings of a group of parameters; raise if they were in groups with different ones."""
-    found: dict[str, Group] = {}
+    found: dict[str, _Group] = {}
     for name in group.names:
         found.setdefault(saved.group(name).text, saved.group(name))
     if len(found) > 1:

@@ -86,17 +86,13 @@ def test_another_dtype(folder: Path) -> None:
     job = make_job(1)
     for stage in job.schedule.stages:
         stage.submod.double()
-    with pytest.raises(
-        CheckpointError, match=r"0\.layer\.weight is float32\[6, 6\] there, and float64\[6, 6\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"0\.layer\.weight is float32\[6, 6\] there, and float64\[6, 6\]"):
         load_checkpoint(folder, job.schedule)
 
 
 def test_an_optimizer_of_another_kind(folder: Path) -> None:
     job = make_job(1, optimizer=torch.optim.SGD)
-    message = (
-        r"was saved with a torch\.optim\.adamw\.AdamW, and the optimizer now is a torch\.optim\.sgd\.SGD: make"
-    )
+    message = r"was saved with a torch\.optim\.adamw\.AdamW, and the optimizer now is a torch\.optim\.sgd\.SGD: make"
     assert_refused(job, message, lambda: load_checkpoint(folder, job.schedule, job.optimizer))
     assert load_checkpoint(folder, job.schedule).step == 1  # the remedy
 
