@@ -122,6 +122,10 @@ class TooLittleMemoryError(SplitError):
         self.needs = tuple(needs)
 
 
+class NonFiniteNormError(PipeError, RuntimeError):
+    """The norm of the gradients is infinite or not a number; also a RuntimeError, as torch's."""
+
+
 class StageMetadataError(PipeError, RuntimeError):
     """Tensors do not match the declared metadata."""
 

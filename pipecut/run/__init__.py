@@ -5,8 +5,11 @@ into a StepState for each rank (state.py), to a runner (runner.py), which goes t
 the executor (executor.py), which has a handler for each kind of action.
 """
 
+from .agreement import Agreement as Agreement
 from .calls import cut_by_hand as cut_by_hand
 from .calls import cut_traced as cut_traced
+from .connection import CLIP as CLIP
+from .connection import NORM as NORM
 from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
 from .executor import checked_op as checked_op
@@ -18,6 +21,7 @@ from .inputs import Given as Given
 from .inputs import InputCutter as InputCutter
 from .metrics import RankMetrics as RankMetrics
 from .metrics import StepMetrics as StepMetrics
+from .parameters import HeldTensor as HeldTensor
 from .schedule import PipelineSchedule as PipelineSchedule
 from .schedules import FamilySchedule as FamilySchedule
 from .schedules import PipelineScheduleMulti as PipelineScheduleMulti

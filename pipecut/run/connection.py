@@ -32,7 +32,7 @@ from .transport import (
     wait_for,
 )
 
-EVAL, STEP = range(2)
+EVAL, STEP, NORM, CLIP, UNSCALE = range(5)
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +53,7 @@ class Connection:
         self._calls = 0  # of this schedule, which they count alike too
         self._agreed: StepError | None = None  # the failure of this call, if all ranks know of it
         self._running = threading.Lock()
-        self._timeout = timeout
+        self.timeout = timeout
         group, device = stages[0].group, stages[0].device
         self._group = group
         groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
@@ -62,7 +62,7 @@ class Connection:
         if not self.in_process:
             self.failure_reports = reports = FailureReports(group, device, copies, timeout)
             self._running = _locks.setdefault(reports.groups[0], self._running)
-            self._timeout = timeout = reports.timeout
+            self.timeout = timeout = reports.timeout
             if dist.get_world_size(group) != plan.ranks:
                 raise InputError(
                     f"the plan is for {plan.ranks} ranks, and the process group has {dist.get_world_size(group)}"
@@ -74,7 +74,7 @@ class Connection:
         here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
         if transport is not None and not callable(transport):
             raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
-        own = _default_transport(group, device, self._timeout, in_process=self.in_process)
+        own = _default_transport(group, device, self.timeout, in_process=self.in_process)
         make = transport if transport is not None else own
         self.clock = clock_of(device)
         made = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
@@ -98,7 +98,7 @@ class Connection:
         """Begin a step or an evaluation; raise if another is running, or the ranks cannot reach each other."""
         if not self._running.acquire(blocking=False):
             raise PipeError(
-                f"{_CALLS[kind]} was called while a step or an evaluation over the same ranks was running: in another "
+                f"{CALLS[kind]} was called while a step or an evaluation over the same ranks was running: in another "
                 "thread, or in a hook or loss_fn of that step. Make one call after the other"
             )
         try:
@@ -121,7 +121,7 @@ class Connection:
 
     def exchange(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """Return the facts of every rank, in their order; all of them call this at the same time."""
-        return Exchange(self._group, self._timeout).run(facts)
+        return Exchange(self._group, self.timeout).run(facts)
 
     @contextlib.contextmanager
     def reporting(self, where: str = BEGIN, undo: Callable[[], str] = str) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Connection:
         raised = self.failure_reports.raise_on_all(describe(self.ranks[0], None, None, error, where), error, note)
         return raised if isinstance(error, Exception) else error
 
-    def agree(self, error: Exception | None, figures: Sequence[float]) -> Sequence[float]:
+    def agree(self, error: Exception | None, figures: Sequence[float], where: str = END) -> Sequence[float]:
         """Wait until all ranks have come to the end of the call, and raise StepError on all if one of them failed.
 
         Returns the sums of `figures` over the pipeline, of their means over copies of each stage. The connections stay
@@ -167,12 +167,12 @@ class Connection:
             return figures
         call = f"{self._number}.{self._calls}"
         if error is not None:
-            reports.write_outcome(call, describe(self.ranks[0], None, None, error, END))
+            reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
         numbers = [0.0 if error is None else 1.0, *figures]
         for group in (*reports.groups[1:], reports.groups[0]):  # with the copies of a stage, then with other stages
             shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
             with connection_to(ANY_RANK if group is reports.groups[0] else ANY_COPY):
-                wait_for(dist.all_reduce(shared, group=group, async_op=True), self._timeout)
+                wait_for(dist.all_reduce(shared, group=group, async_op=True), self.timeout)
             failed, *sums = shared.tolist()
             told = reports.read_outcome(call) if failed else ""
             copies = 1 if group is reports.groups[0] else group.size()
@@ -216,7 +216,13 @@ def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport
 
 # Numbers that one rank shares with all.
 
-_CALLS = {EVAL: "eval()", STEP: "step()"}
+CALLS = {
+    EVAL: "eval()",
+    STEP: "step()",
+    NORM: "get_total_norm()",
+    CLIP: "clip_grad_norm_()",
+    UNSCALE: "unscale_() of GradScaler",
+}
 _HEADER = 4  # numbers that say which call it is, and how many follow
 _SIZE = 256  # numbers in the first message, which is the last for up to some eighty microbatches
 
@@ -229,7 +235,7 @@ class _Call(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        return f"{_CALLS.get(self.kind, 'something else')} of schedule {self.schedule}"
+        return f"{CALLS.get(self.kind, 'something else')} of schedule {self.schedule}"
 
 
 def _share(transports: Sequence[Transport], call: _Call, source: int, numbers: list[int] | None) -> list[int]:

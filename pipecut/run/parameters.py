@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +18,12 @@ from .ties import Tie
 _Order = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class _HeldTensor:
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
     """A parameter or a buffer that a stage of this process holds, by its name in the model, or a value of its state.
 
-    A tied parameter has its first name in the model, whatever it is called in the stage: `local_name`.
+    A tied parameter has its first name in the model, whatever it is called in the stage: `local_name`. It `counts`
+    in one of its stages, the first to run, for all of them.
     """
 
     name: str
@@ -30,6 +31,7 @@ class _HeldTensor:
     stage: int
     order: _Order
     value: Any
+    counts: bool = True
 
 
 class _StageState:
@@ -47,7 +49,7 @@ class _StageState:
         self._places = {} if info is None else {name: place for place, name in enumerate(info.names)}
         self._ties = ties
 
-    def parameters(self) -> list[_HeldTensor]:
+    def parameters(self) -> list[HeldTensor]:
         """Return all parameters in the model's order, each object once.
 
         There are several objects for a tied parameter only if its stages were copied apart: on several devices, or by
@@ -55,13 +57,13 @@ class _StageState:
         """
         return self._distinct(lambda module: module.named_parameters(remove_duplicate=False))
 
-    def buffers(self) -> list[_HeldTensor]:
+    def buffers(self) -> list[HeldTensor]:
         """Return all buffers in the model's order, each object once."""
         return self._distinct(lambda module: module.named_buffers(remove_duplicate=False))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by name, a tied one under its first name in the model."""
-        found: dict[str, _HeldTensor] = {}
+        found: dict[str, HeldTensor] = {}
         for held in self.parameters():
             # A name may lead to one parameter only: who makes a dict of them would leave the other one untrained.
             name = held.local_name if held.name in found else held.name
@@ -72,7 +74,7 @@ class _StageState:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by name; one that several stages hold comes once."""
-        found: dict[str, _HeldTensor] = {}
+        found: dict[str, HeldTensor] = {}
         for held in self.buffers():
             if found.setdefault(held.name, held) is held:
                 yield held.name, held.value
@@ -81,7 +83,7 @@ class _StageState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the model's own state_dict has of these stages; of a tied parameter under all its names."""
-        found: dict[str, _HeldTensor] = {}
+        found: dict[str, HeldTensor] = {}
         for held in self._entries(lambda module: module.state_dict().items()):
             first = found.setdefault(held.local_name, held)
             if first is not held and not self._traced and first.stage != held.stage:
@@ -95,31 +97,37 @@ class _StageState:
                     orders[name] = self._places.get(name, -1), 0, held.stage, 0
         return {name: found[name].value for name in sorted(orders, key=orders.__getitem__)}
 
-    def _distinct(self, tensors_of: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]) -> list[_HeldTensor]:
-        found: dict[int, _HeldTensor] = {}
+    def _distinct(self, tensors_of: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]) -> list[HeldTensor]:
+        found: dict[int, HeldTensor] = {}
         for held in sorted(self._entries(tensors_of), key=lambda held: held.order):
-            found.setdefault(id(held.value), held)
+            first = found.setdefault(id(held.value), held)
+            if held.counts and not first.counts:
+                found[id(held.value)] = replace(first, counts=True)
         return list(found.values())
 
-    def _entries(self, values_of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[_HeldTensor]:
+    def _entries(self, values_of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[HeldTensor]:
         """Yield all entries of all stages, under all names.
 
         One that the model did not have when it was cut, such as an adapter, comes after the one before it in its stage.
         """
         for stage in self._stages:
             index, names = stage.stage_index, UnwrappedNames(stage.submod)
-            first_names = self._first_names(index)
+            first_names, elsewhere = self._first_names(index), self._counted_elsewhere(index)
             before = -1
             for place, (raw, value) in enumerate(values_of(stage.submod)):
                 local = raw if raw in self._places else names.of(raw)
                 before = self._places.get(local, before)
                 name = first_names.get(local, local)
                 order = self._places.get(name, before), int(self._traced and name != local), index, place
-                yield _HeldTensor(name, local, index, order, value)
+                yield HeldTensor(name, local, index, order, value, local not in elsewhere)
 
     def _first_names(self, stage: int) -> Mapping[str, str]:
         """Return the first name in the model of each tied parameter that a stage holds, by all its names there."""
         return {name: self._names_of(tie)[0] for tie in self._ties if stage in tie.stages for name in tie.names[stage]}
+
+    def _counted_elsewhere(self, stage: int) -> set[str]:
+        ties = [tie for tie in self._ties if stage in tie.stages[1:]]
+        return {name for tie in ties for name in tie.names[stage]}
 
     def _names_of(self, tie: Tie) -> list[str]:
         """Return all names of a tied parameter, in the model's order."""
@@ -166,11 +174,11 @@ class HoldsStages:
         """
         return self._state().state_dict()
 
-    def held_parameters(self) -> list[_HeldTensor]:
+    def held_parameters(self) -> list[HeldTensor]:
         """Return the parameters with their places: the stage, and the order in the model."""
         return self._state().parameters()
 
-    def held_buffers(self) -> list[_HeldTensor]:
+    def held_buffers(self) -> list[HeldTensor]:
         """Return the buffers with their places; several of one name if stages hold copies of it."""
         return self._state().buffers()
 
@@ -178,7 +186,7 @@ class HoldsStages:
         return _StageState(self.stages, self.info, self.ties)
 
 
-def _same_names(name: str, one: _HeldTensor, other: _HeldTensor) -> InputError:
+def _same_names(name: str, one: HeldTensor, other: HeldTensor) -> InputError:
     return InputError(
         f"stages {one.stage} and {other.stage} both hold a tensor named '{name}', and it is not the same one: let "
         "modules that are cut by hand keep their names in the model, as they do if each is the model without the "

@@ -16,6 +16,7 @@ from ..errors import InputError, LossesError
 from ..schedule import Op, Plan, Timeline
 from ..stage import PipelineStage, StepSeeds
 from ..text import counted, numbered
+from .agreement import HasAgreement
 from .assembly import Assembly, dataflow_of, first_part, forward_part
 from .connection import EVAL, STEP, Connection, checked
 from .examples import check_options
@@ -38,7 +39,7 @@ from .variants import Forms
 _ScheduleT = TypeVar("_ScheduleT", bound="PipelineSchedule")
 
 
-class PipelineSchedule(HoldsStages):
+class PipelineSchedule(HoldsStages, HasAgreement):
     """Trains and evaluates stages by a plan.
 
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the

@@ -53,6 +53,7 @@ from .modules import is_compiled_whole as is_compiled_whole
 from .modules import is_wrapped_hook as is_wrapped_hook
 from .modules import keep_keys as keep_keys
 from .modules import make_subclass as make_subclass
+from .modules import norm_of_each as norm_of_each
 from .modules import parameters_of as parameters_of
 from .modules import part_types as part_types
 from .modules import storage_id as storage_id

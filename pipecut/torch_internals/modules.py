@@ -6,7 +6,7 @@ hooks cannot be listed at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 BatchNorm = _BatchNorm  # the base of all batch norms, the lazy and the synchronised ones too
@@ -172,6 +173,29 @@ def storage_id(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """Return the number of times that a tensor was changed in place."""
     return tensor._version
+
+
+def norm_of_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    """Return the norm of each tensor, as torch.nn.utils.get_total_norm has it before it combines them.
+
+    That function returns one number for all. The kernels that it chooses from, by device and class, may differ in the
+    last bit.
+    """
+    norms: list[Tensor | None] = [None] * len(tensors)
+    by_kind = _foreach_utils._group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
+    for (device, _), ([members], places) in by_kind.items():
+        together: Any = members
+        made: Iterable[Tensor]
+        can, may = _foreach_utils._device_has_foreach_support(device), _foreach_utils._has_foreach_support
+        if foreach and not can:
+            raise RuntimeError(f"foreach=True was passed, and {device.type} has no foreach functions: pass None")
+        if foreach or (foreach is None and may(together, device)):
+            made = torch._foreach_norm(together, norm_type)
+        else:
+            made = [torch.linalg.vector_norm(each, norm_type) for each in together]
+        for place, norm in zip(places, made, strict=True):
+            norms[place] = norm
+    return norms  # type: ignore[return-value]
 
 
 def fake_mode_with_numbers() -> FakeTensorMode:

@@ -5,3 +5,5 @@ from .checkpoint import LoadedCheckpoint as LoadedCheckpoint
 from .checkpoint import latest_checkpoint as latest_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
+from .norms import clip_grad_norm_ as clip_grad_norm_
+from .norms import get_total_norm as get_total_norm

@@ -1,0 +1,88 @@
+"""Calls between steps in which all ranks take part: sums over ranks and exchanges of facts, or an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import LostConnectionError
+from ..schedule import Plan
+from .connection import CALLS, Connection
+from .failure import ANY_COPY
+from .transport import connection_to, wait_for
+
+
+class Agreement:
+    """Calls of all ranks of a schedule, for functions around the step. They wait no longer than its timeout.
+
+    A rank that is in another call, or makes one more, is an error on every rank, as it is for steps.
+    """
+
+    def __init__(self, connection: Connection, source: int, handshake: Callable[[], None]) -> None:
+        self._connection = connection
+        self._source = source  # the rank that begins steps too
+        self._handshake = handshake
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of the pipeline that are in this process."""
+        return self._connection.ranks
+
+    def sum(self, call: int, count: int, numbers: Callable[[], Sequence[float]]) -> list[float]:
+        """Return the sums over all ranks of `count` numbers that each of them makes.
+
+        They are means over copies of a stage. If `numbers` raises on one rank, this raises StepError on all, and the
+        next call is possible.
+        """
+        with self._calling(call) as where:
+            made: Sequence[float] = [0.0] * count
+            error = None
+            try:
+                made = numbers()
+            except LostConnectionError:
+                raise  # which nobody could agree on
+            except Exception as failure:
+                error = failure
+            return list(self._connection.agree(error, made, where))
+
+    def exchange(self, call: int, facts: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the facts of every rank of the pipeline, in their order."""
+        with self._calling(call):
+            return [dict(facts)] if self._connection.in_process else self._connection.exchange(facts)
+
+    def reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce a tensor over another group, such as that of the shards of a stage, within `numbers` of a sum."""
+        with connection_to(ANY_COPY):
+            wait_for(dist.all_reduce(tensor, op, group, async_op=True), self._connection.timeout)
+
+    @contextmanager
+    def _calling(self, call: int) -> Iterator[str]:
+        connection, where = self._connection, f"in {CALLS[call]}"
+        connection.begin_call(call)
+        try:
+            with connection.reporting(where):
+                if not connection.handshake.is_done:
+                    self._handshake()
+                connection.share(call, self._source, [] if self._source in connection.ranks else None)
+                yield where
+        finally:
+            connection.end_call()
+
+
+class HasAgreement:
+    """Base class of schedules: the calls between steps in which all ranks take part."""
+
+    plan: Plan
+    _connection: Connection
+
+    @property
+    def agreement(self) -> Agreement:
+        """Calls between steps in which all ranks take part, for functions such as `pipecut.clip_grad_norm_`."""
+        return Agreement(self._connection, self.plan.placement.rank_of[0], self._run_handshake)
+
+    def _run_handshake(self) -> None:
+        """Compare with the other ranks what is about to be run."""
+        raise NotImplementedError
