@@ -50,7 +50,8 @@ class Agreement:
 
     def exchange(self, call: int, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """Return the facts of every rank of the pipeline, in their order."""
-        with self._calling(call):
+        with self._calling(call) as where:
+            self._connection.agree(None, (), where)  # all are here: nothing wakes a rank that waits for the store
             return [dict(facts)] if self._connection.in_process else self._connection.exchange(facts)
 
     def reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

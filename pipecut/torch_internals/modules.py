@@ -182,6 +182,8 @@ def norm_of_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) 
     last bit.
     """
     norms: list[Tensor | None] = [None] * len(tensors)
+    if not tensors:
+        return []
     by_kind = _foreach_utils._group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
     for (device, _), ([members], places) in by_kind.items():
         together: Any = members

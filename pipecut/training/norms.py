@@ -116,12 +116,11 @@ def _norm_of(
             f"its own stages only; for a model that is not cut there is torch.nn.utils.{call.name}"
         )
     held = schedule.held_parameters()
-    order = known_order(schedule) or find_order(schedule, held, call.kind)
-    message = _Message(schedule, order, call)
     chosen = _Chosen(schedule, held, parameters)
+    message = _Message(schedule, known_order(schedule) or find_order(schedule, held, call.kind), call)
     numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
     if message.is_outdated(numbers):
-        message = _Message(schedule, find_order(schedule, held, call.kind), call)
+        message = _Message(schedule, find_order(schedule, held, call.kind), call, is_new=True)
         numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
     norms = message.read(numbers)
     values = _tensors_of(list(norms.values()), schedule.stages[0].device)
@@ -157,13 +156,20 @@ class _Chosen:
         ties = [tie.names for tie in self._schedule.ties if held.local_name in tie.names.get(held.stage, ())]
         return {held.name, held.local_name, *(name for names in ties for each in names.values() for name in each)}
 
+    def fits(self, order: ParameterOrder) -> bool:
+        """Return True if all names that were given are known."""
+        return all(each in self._known(order) for each in self._given if isinstance(each, str))
+
+    def _known(self, order: ParameterOrder) -> set[str]:
+        known = {*order.names, *(name for each in self._all for name in self._names_of(each))}
+        return known | {name for tie in self._schedule.ties for names in tie.names.values() for name in names}
+
     def check(self, order: ParameterOrder) -> None:
         """Raise on what is no parameter of the pipeline."""
-        known = {*order.names, *(name for each in self._all for name in self._names_of(each))}
-        known |= {name for tie in self._schedule.ties for names in tie.names.values() for name in names}
         own = {id(each.value) for each in self._all}
         for each in self._given:
             if isinstance(each, str):
+                known = self._known(order)
                 if each not in known:
                     raise InputError(f"no parameter of the pipeline is named '{each}'.{did_you_mean(each, known)}")
             elif id(each) not in own:
@@ -177,10 +183,11 @@ class _Chosen:
 class _Message:
     """The numbers of all ranks: each writes those of its own parameters, and zeros for others; then they are summed."""
 
-    def __init__(self, schedule: PipelineSchedule, order: ParameterOrder, call: _Call) -> None:
+    def __init__(self, schedule: PipelineSchedule, order: ParameterOrder, call: _Call, *, is_new: bool = False) -> None:
         self._schedule = schedule
         self._order = order
         self._call = call
+        self._is_new = is_new  # True if the order was found just now
         ranks, ties = schedule.plan.ranks, len(schedule.ties)
         self._options = 2  # after: is the order outdated, how many gradients are there
         self._ties = self._options + ranks * len(call.options)
@@ -190,7 +197,8 @@ class _Message:
     def write(self, held: Sequence[HeldTensor], chosen: _Chosen) -> list[float]:
         """Return the numbers of this process."""
         numbers = [0.0] * self.count
-        if not self._order.fits(held, [stage.stage_index for stage in self._schedule.stages]):
+        stages = [stage.stage_index for stage in self._schedule.stages]
+        if not self._is_new and not (self._order.fits(held, stages) and chosen.fits(self._order)):
             numbers[0] = 1.0
             return numbers
         chosen.check(self._order)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -33,6 +35,7 @@ from pipecut.torch_internals import (
     is_wrapped_hook,
     keep_keys,
     make_subclass,
+    norm_of_each,
     overload_name,
     parameters_of,
     part_types,
@@ -91,6 +94,21 @@ def test_many_tensors_are_added_at_once() -> None:
     sums = [torch.ones(2), torch.zeros(3)]
     add_each_(sums, [torch.ones(2), torch.ones(3)])
     assert [tensor.tolist() for tensor in sums] == [[2, 2], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf])
+def test_norms_of_each_combine_to_those_of_torch(foreach: bool | None, order: float) -> None:
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    tensors = [torch.randn(7 * size + 1).to(kinds[size % 3]) for size in range(20)]
+    norms = norm_of_each(tensors, order, foreach)
+    assert [norm.dtype for norm in norms] == [tensor.dtype for tensor in tensors]
+    total = torch.nn.utils.get_total_norm(tensors, order, foreach=foreach)
+    # The norm of one number is the number, whatever its size: so norms are combined as torch combines them.
+    assert torch.equal(torch.nn.utils.get_total_norm(norms, order, foreach=False), total)
+    for tiny in (1e-30, 1e30):
+        assert torch.nn.utils.get_total_norm([torch.tensor(tiny)], order, foreach=False) == torch.tensor(tiny)
+    assert norm_of_each([], order, foreach) == []
 
 
 def test_schemas_tell_names_writes_and_returns() -> None:
