@@ -32,7 +32,7 @@ from .transport import (
     wait_for,
 )
 
-EVAL, STEP, NORM, CLIP, UNSCALE = range(5)
+EVAL, STEP, NORM, CLIP = range(4)
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 
 
@@ -221,7 +221,6 @@ CALLS = {
     STEP: "step()",
     NORM: "get_total_norm()",
     CLIP: "clip_grad_norm_()",
-    UNSCALE: "unscale_() of GradScaler",
 }
 _HEADER = 4  # numbers that say which call it is, and how many follow
 _SIZE = 256  # numbers in the first message, which is the last for up to some eighty microbatches
