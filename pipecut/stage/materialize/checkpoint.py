@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.where = str(path)
-        self._places = _read_header(path)
+        self.metadata, self._places = _read_header(path)
 
     @property
     def names(self) -> Collection[str]:
@@ -224,7 +225,7 @@ def _read_into(file: BinaryIO, place: _Place, flat: Tensor, where: str) -> None:
         part.copy_(torch.frombuffer(view, dtype=dtype))
 
 
-def _read_header(path: Path) -> dict[str, _Place]:
+def _read_header(path: Path) -> tuple[Mapping[str, str], dict[str, _Place]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_LARGEST_HEADER, max(0, path.stat().st_size - 8)):
@@ -235,7 +236,8 @@ def _read_header(path: Path) -> dict[str, _Place]:
             raise _not_safetensors(path) from error
     if not isinstance(header, dict):
         raise _not_safetensors(path)
-    return {name: _place(path, name, info, 8 + length) for name, info in header.items() if name != "__metadata__"}
+    metadata = header.pop("__metadata__", {})
+    return metadata, {name: _place(path, name, info, 8 + length) for name, info in header.items()}
 
 
 def _not_safetensors(path: Path) -> CheckpointError:
@@ -255,7 +257,7 @@ def _place(path: Path, name: str, info: Mapping[str, Any], start: int) -> _Place
     return _Place(entry, start + begin)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a file at once or not at all, one piece of a tensor in memory at a time.
 
     >>> import tempfile
@@ -264,7 +266,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     >>> str(SafetensorsFile(path).entry("weight"))
     'float32[2, 2]'
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
@@ -273,7 +275,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with unfinished.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from .tensors import StageTensor, has_values, named_tensors
 TRAINING_MANIFEST = "checkpoint.json"  # of a checkpoint of a training job, which pipecut.save_checkpoint has written
 TRAINING_PREFIX = "model/"  # begins the names of the model's own tensors in it
 INDEX = "model.safetensors.index.json"
+SAVE_KEY = "pipecut_save"  # in the metadata of a file: the save of all stages that it belongs to
+_STAGE_FILE = re.compile(r"stage-\d+-of-\d+-[\w-]+\.safetensors")
 CheckpointLike = str | os.PathLike[str] | Mapping[str, Any]
 
 _SHOWN = 20
@@ -247,10 +250,21 @@ def _read_index(path: Path) -> _Sharded:
     return _Sharded(str(path), file_of)
 
 
+def stage_files(folder: Path) -> set[str]:
+    """Return the names of the files that `save_stage` has written into a folder."""
+    return {path.name for path in folder.glob("stage-*.safetensors") if _STAGE_FILE.fullmatch(path.name)}
+
+
 def _of_all_files(path: Path, files: list[Path]) -> _Sharded:
     file_of: dict[str, Path] = {}
     for file in files:
-        for name in SafetensorsFile(file).names:
+        opened = SafetensorsFile(file)
+        if SAVE_KEY in opened.metadata:
+            raise CheckpointError(
+                f"{path} has no {INDEX}, which the last stage that is saved writes: the stages in "
+                f"{listed(sorted(stage_files(path)), at_most=4)} are not all of a model, or of several saves"
+            )
+        for name in opened.names:
             if name in file_of:
                 raise CheckpointError(
                     f"{name} is in {file_of[name].name} and in {file.name} of {path}, and there is no {INDEX} that "

@@ -1,55 +1,98 @@
-"""Save a stage beside those of the other ranks, as one checkpoint of the model with the model's names."""
+"""Save a stage beside those of the other ranks, as one checkpoint of the model with the model's names.
+
+Every save has files of its own names, and an index is written when all of them are there: until then the one before it
+counts. So a job that is killed between the files of two ranks leaves the older checkpoint, and not a mixture.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import CheckpointError
-from .checkpoint import SafetensorsFile, write_safetensors
-from .load import INDEX
+from ...errors import CheckpointError, warn
+from ...text import listed
+from .checkpoint import SafetensorsFile, sync_directory, write_safetensors
+from .load import INDEX, SAVE_KEY, stage_files
 from .tensors import has_values
 
 if TYPE_CHECKING:
     from ..stage import PipelineStage
 
+_own_job = uuid.uuid4().hex
+_saves: dict[tuple[Path, int], int] = {}  # so far, by the directory and the stage
 
-def save_stage(stage: PipelineStage, directory: str | os.PathLike[str]) -> Path:
+
+def save_stage(stage: PipelineStage, directory: str | os.PathLike[str], *, step: int | None = None) -> Path:
     """Write a stage into a directory in which all ranks save theirs, and return the path of its file.
 
     The files are safetensors with the model's names; a tied parameter is saved once, by the first stage that holds it.
     When all stages are saved, `model.safetensors.index.json` says in which file a name is. So the directory can be read
     by `pipe.build_stage(index, device, checkpoint=directory)`, however the model is cut then, and by other programs.
 
+    Stages may be saved into the same directory again: what was there before counts until the last of them is saved, and
+    is removed then. Processes without a process group, each of which saves some of the stages, have to say which files
+    belong together, by `step`.
+
     >>> import tempfile, torch
     >>> from pipecut import pipeline, save_stage
     >>> pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(3, 4),), num_stages=2)
     >>> directory = tempfile.mkdtemp()
-    >>> [save_stage(pipe.build_stage(index, "cpu"), directory).name for index in range(2)]
-    ['stage-00001-of-00002.safetensors', 'stage-00002-of-00002.safetensors']
+    >>> [save_stage(pipe.build_stage(index, "cpu"), directory, step=7).name for index in range(2)]
+    ['stage-00001-of-00002-step7.safetensors', 'stage-00002-of-00002-step7.safetensors']
     >>> stage = pipe.build_stage(1, "cpu", checkpoint=directory)
     >>> torch.equal(stage.submod.get_parameter("1.weight"), pipe.stages[1].get_parameter("1.weight"))
     True
     """
-    tensors = _to_save(stage)
     folder = Path(directory)
+    save = _name_of_save(folder.resolve(), stage.stage_index, step)
+    tensors = tensors_to_save(stage)
+    for name, value in tensors.items():
+        if hasattr(value, "to_local"):
+            raise CheckpointError(
+                f"{name} of stage {stage.stage_index} is in shards on several ranks: use pipecut.save_checkpoint, "
+                "which build_stage(..., checkpoint=path) reads too, or pipecut.export_safetensors"
+            )
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _file_name(stage.stage_index, stage.num_stages)
-    write_safetensors(path, tensors)
-    _write_index(folder, stage.num_stages)
+    path = folder / stage_file(stage.stage_index, stage.num_stages, save)
+    write_safetensors(path, tensors, {SAVE_KEY: save})
+    write_index(folder, stage.num_stages, save)
     return path
 
 
-def _file_name(index: int, total: int) -> str:
-    return f"stage-{index + 1:05}-of-{total:05}.safetensors"
+def _name_of_save(folder: Path, stage: int, step: int | None) -> str:
+    """Return a name that all ranks have for the same save, and that no other save has.
+
+    Ranks of a process group have a common number of their job, and count their calls alike.
+    """
+    count = _saves[folder, stage] = _saves.get((folder, stage), 0) + 1
+    if dist.is_available() and dist.is_initialized():
+        world = dist.group.WORLD
+        assert world is not None  # it is initialized
+        job = world.get_group_store().compare_set("pipecut/job of saved stages", "", _own_job).decode()
+    elif step is not None:
+        return f"step{step}"
+    else:
+        job = _own_job
+    digest = hashlib.sha256(f"{job} {count}".encode()).hexdigest()[:8]
+    return digest if step is None else f"step{step}-{digest}"
 
 
-def _to_save(stage: PipelineStage) -> dict[str, Tensor]:
+def stage_file(index: int, total: int, save: str) -> str:
+    """Return the name of the file of a stage."""
+    return f"stage-{index + 1:05}-of-{total:05}-{save}.safetensors"
+
+
+def tensors_to_save(stage: PipelineStage) -> dict[str, Tensor]:
+    """Return what a stage saves, by the model's names: of its ties those that no earlier stage saves."""
     if stage.pipe_info is None:
         raise CheckpointError(
             f"stage {stage.stage_index} was cut by hand, and what its parameters are called in a whole model is not "
@@ -75,24 +118,45 @@ def _check_can_be_saved(stage: PipelineStage, name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}, which a safetensors file cannot hold: "
             "use torch.save(stage.submod.state_dict(), path)"
         )
-    if hasattr(value, "to_local"):
-        raise CheckpointError(
-            f"{name} of stage {stage.stage_index} is in shards on several ranks: save stage.submod.state_dict() with "
-            "torch.distributed.checkpoint, which build_stage(..., checkpoint=directory) reads too"
-        )
     if not has_values(value):
         raise CheckpointError(f"{name} of stage {stage.stage_index} is on the meta device: there is nothing to save")
 
 
-def _write_index(folder: Path, total: int) -> None:
-    """Write the index once all files exist; if two ranks do it at once, both write the same."""
-    files = [folder / _file_name(index, total) for index in range(total)]
+def write_index(folder: Path, total: int, save: str) -> None:
+    """Write the index once all files of a save exist, and remove those of the one before.
+
+    If two ranks do it at once, both write the same.
+    """
+    files = [folder / stage_file(index, total, save) for index in range(total)]
     if not all(file.exists() for file in files):
         return
     opened = {file.name: SafetensorsFile(file) for file in files}
     weight_map = {name: file for file, content in opened.items() for name in content.names}
     size = sum(content.entry(name).nbytes for content in opened.values() for name in content.names)
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-    unfinished = folder / f".{INDEX}.{os.getpid()}"
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(folder / INDEX)
+    before = _files_of_index(folder)
+    text = json.dumps({"metadata": {"total_size": size, SAVE_KEY: save}, "weight_map": weight_map}, indent=2)
+    write_text(folder / INDEX, text)
+    for name in before - set(opened):
+        if name in stage_files(folder):  # other files are not ours to remove
+            (folder / name).unlink(missing_ok=True)
+    left = stage_files(folder) - set(opened) - before
+    if left:
+        warn(f"files of saves into {folder} that did not come to the end are left alone: {listed(sorted(left), 4)}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file at once or not at all."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_directory(path.parent)
+
+
+def _files_of_index(folder: Path) -> set[str]:
+    if not (folder / INDEX).exists():
+        return set()
+    content: Mapping[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    return set(content["weight_map"].values())

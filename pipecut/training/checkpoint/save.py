@@ -244,7 +244,9 @@ def _save_tensors(ranks: Ranks, draft: Draft, tensors: Mapping[str, Tensor]) -> 
             )
     except CheckpointException as error:
         failed = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-        lines = [f"on rank {rank}: {_cannot_write(folder, each)}" for rank, each in failed.items()]
+        lines = [
+            f"{f'on rank {rank}: ' * (ranks.size > 1)}{_cannot_write(folder, each)}" for rank, each in failed.items()
+        ]
         raise CheckpointError("\n".join(lines)) from error
     except RuntimeError as error:  # of the process group
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut import CheckpointError, PipelineStage, SplitPoint, empty_weights, pipeline, save_stage
+from pipecut import CheckpointError, PipelineStage, PipeWarning, SplitPoint, empty_weights, pipeline, save_stage
 from pipecut.stage.materialize.checkpoint import SafetensorsFile
 from tests.stage.materialize.models import Tied, assert_trains_like, build_all, cut, real_model
 
@@ -22,10 +23,11 @@ def test_what_is_saved_by_all_stages_is_the_model(tmp_path: Path) -> None:
         save_stage(stage, tmp_path)
         assert not (tmp_path / "model.safetensors.index.json").exists()
     path = save_stage(stages[0], tmp_path)
-    assert path == tmp_path / "stage-00001-of-00004.safetensors"
+    assert re.fullmatch(r"stage-00001-of-00004-\w{8}\.safetensors", path.name)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(real.state_dict()) - {"head.weight"}  # a tie is saved once, by its owner
-    assert set(SafetensorsFile(tmp_path / "stage-00004-of-00004.safetensors").names) == {"head.bias"}
+    assert index["weight_map"]["head.bias"] == path.name.replace("00001-", "00004-", 1)
+    assert set(SafetensorsFile(tmp_path / index["weight_map"]["head.bias"]).names) == {"head.bias"}
     with empty_weights():
         model = Tied()
     for split in (None, {"blocks.2": SplitPoint.BEGINNING}):
@@ -97,6 +99,40 @@ def test_shards_are_left_to_distributed_checkpoints(tmp_path: Path) -> None:
     stage = pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.ones(2, 2),), num_stages=1).build_stage(0, "cpu")
     stage.submod.get_submodule("0").weight = InShards(torch.ones(2, 2))
     with pytest.raises(
-        CheckpointError, match=r"0\.weight of stage 0 is in shards on several ranks: save .* with torch\.dis"
+        CheckpointError, match=r"0\.weight of stage 0 is in shards on several ranks: use pipecut\.save_ch"
     ):
         save_stage(stage, tmp_path)
+
+
+def test_a_save_that_is_interrupted_leaves_the_one_before(tmp_path: Path) -> None:
+    """A job was killed between the files of two ranks: half of the older step and half of the newer one were loaded."""
+    stages = build_all(cut(real_model()))
+    for stage in stages:
+        save_stage(stage, tmp_path)
+    older = {name: value.clone() for stage in stages for name, value in stage.submod.state_dict().items()}
+    with torch.no_grad():
+        for stage in stages:
+            for parameter in stage.submod.parameters():
+                parameter.add_(1)
+    for stage in stages[:-1]:
+        save_stage(stage, tmp_path)
+        assert_holds(tmp_path, older)
+    with pytest.warns(PipeWarning, match=r"that did not come to the end are left alone: stage-00001-of-00004-step9"):
+        (tmp_path / "stage-00001-of-00004-step9.safetensors").touch()
+        save_stage(stages[-1], tmp_path)
+    assert_holds(tmp_path, {name: value for stage in stages for name, value in stage.submod.state_dict().items()})
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5  # those of the first save are gone
+
+
+def assert_holds(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    for stage in build_all(cut(real_model()), checkpoint=directory):
+        for name, value in stage.submod.state_dict().items():
+            assert torch.equal(value, expected[name])
+
+
+def test_stages_of_several_saves_are_not_loaded_as_one(tmp_path: Path) -> None:
+    stages = build_all(cut(real_model()))
+    for step, stage in enumerate(stages):
+        save_stage(stage, tmp_path, step=step)  # of four steps, each of which was interrupted
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors\.index\.json, which the last .*-step1\."):
+        build_all(cut(real_model()), checkpoint=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipecut import Schedule1F1B, load_checkpoint, save_checkpoint
+from pipecut import CheckpointError, Schedule1F1B, load_checkpoint, save_checkpoint
 from tests.training.checkpoint.jobs import BATCH, MICROBATCHES, Job, Net, cut, make_job, new_model
 
 
@@ -128,3 +129,35 @@ def two_models(rank: int, folder: str) -> None:
     own = f"{folder}/{rank // 2}"
     save_checkpoint(own, schedule, step=1, group=groups[rank // 2])
     save_checkpoint(folder, schedule, step=1)
+
+
+def fill_the_disk_of_one(rank: int, folder: str, asynchronous: bool) -> str:
+    """One rank cannot write more than some bytes; returns the error of the save, after which another one works."""
+    job = make_job(2)
+    job.train(0, 1)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        save_checkpoint(folder, job.schedule, job.optimizer, step=2, asynchronous=asynchronous).wait()
+        text = "saved"
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    save_checkpoint(folder, job.schedule, job.optimizer, step=3)
+    return text
+
+
+def save_beside(rank: int, folder: str) -> Any:
+    """Save while the next steps run, twice."""
+    job = make_job(2)
+    job.train(0, 2)
+    then = job.state
+    first = save_checkpoint(folder, job.schedule, job.optimizer, step=2, asynchronous=True)
+    job.train(2, 4)
+    second = save_checkpoint(folder, job.schedule, job.optimizer, step=4, asynchronous=True)
+    assert first.done()
+    job.train(4, 5)
+    return str(first.path), str(second.wait()), then
