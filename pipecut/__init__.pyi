@@ -54,6 +54,7 @@ from .stage import save_stage as save_stage
 from .training import CheckpointSave as CheckpointSave
 from .training import LoadedCheckpoint as LoadedCheckpoint
 from .training import clip_grad_norm_ as clip_grad_norm_
+from .training import export_safetensors as export_safetensors
 from .training import get_total_norm as get_total_norm
 from .training import latest_checkpoint as latest_checkpoint
 from .training import load_checkpoint as load_checkpoint

@@ -21,6 +21,7 @@ from .dtensor import local_part as local_part
 from .dtensor import place_like as place_like
 from .dtensor import placement_of as placement_of
 from .dtensor import ready_to_send as ready_to_send
+from .materialize import SAVE_KEY as SAVE_KEY
 from .materialize import TRAINING_MANIFEST as TRAINING_MANIFEST
 from .materialize import TRAINING_PREFIX as TRAINING_PREFIX
 from .materialize import CheckpointLike as CheckpointLike
@@ -30,8 +31,13 @@ from .materialize import empty_weights as empty_weights
 from .materialize import materialize as materialize
 from .materialize import open_distributed as open_distributed
 from .materialize import save_stage as save_stage
+from .materialize import stage_file as stage_file
 from .materialize import sync_directory as sync_directory
 from .materialize import sync_file as sync_file
+from .materialize import tensors_to_save as tensors_to_save
+from .materialize import write_index as write_index
+from .materialize import write_safetensors as write_safetensors
+from .materialize import write_text as write_text
 from .microbatch import BatchDims as BatchDims
 from .microbatch import ChunkSpec as ChunkSpec
 from .microbatch import CustomReducer as CustomReducer

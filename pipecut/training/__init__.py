@@ -2,6 +2,7 @@
 
 from .checkpoint import CheckpointSave as CheckpointSave
 from .checkpoint import LoadedCheckpoint as LoadedCheckpoint
+from .checkpoint import export_safetensors as export_safetensors
 from .checkpoint import latest_checkpoint as latest_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint

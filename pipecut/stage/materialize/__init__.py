@@ -5,13 +5,14 @@ Begin with materialize.py; load.py opens checkpoints and reads from them.
 
 from __future__ import annotations
 
-from .checkpoint import open_distributed, sync_directory, sync_file
-from .load import TRAINING_MANIFEST, TRAINING_PREFIX, CheckpointLike
+from .checkpoint import open_distributed, sync_directory, sync_file, write_safetensors
+from .load import SAVE_KEY, TRAINING_MANIFEST, TRAINING_PREFIX, CheckpointLike
 from .materialize import InitFunction, Values, materialize
-from .save import save_stage
+from .save import save_stage, stage_file, tensors_to_save, write_index, write_text
 from .tensors import empty_weights
 
 __all__ = [
+    "SAVE_KEY",
     "TRAINING_MANIFEST",
     "TRAINING_PREFIX",
     "CheckpointLike",
@@ -21,6 +22,11 @@ __all__ = [
     "materialize",
     "open_distributed",
     "save_stage",
+    "stage_file",
     "sync_directory",
     "sync_file",
+    "tensors_to_save",
+    "write_index",
+    "write_safetensors",
+    "write_text",
 ]

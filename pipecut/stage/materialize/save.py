@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ...errors import CheckpointError, warn
 from ...text import listed
+from ..replica import UnwrappedNames
 from .checkpoint import SafetensorsFile, sync_directory, write_safetensors
 from .load import INDEX, SAVE_KEY, stage_files
 from .tensors import has_values
@@ -98,13 +98,14 @@ def tensors_to_save(stage: PipelineStage) -> dict[str, Tensor]:
             f"stage {stage.stage_index} was cut by hand, and what its parameters are called in a whole model is not "
             "known: save stage.submod.state_dict() yourself"
         )
-    module: nn.Module = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
+    unwrapped = UnwrappedNames(stage.submod)
     elsewhere = {
         name for tie in stage.pipe_info.tied_parameters if tie.owner != stage.stage_index for name in tie.names
     }
     seen: set[int] = set()
     kept: dict[str, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for raw, value in stage.submod.state_dict(keep_vars=True).items():
+        name = unwrapped.of(raw)
         _check_can_be_saved(stage, name, value)
         if name not in elsewhere and id(value) not in seen:
             seen.add(id(value))

@@ -5,8 +5,16 @@ Begin with save.py and load.py. folder.py knows the files, ranks.py the processe
 
 from __future__ import annotations
 
+from .export import export_safetensors
 from .folder import latest_checkpoint
 from .load import LoadedCheckpoint, load_checkpoint
 from .save import CheckpointSave, save_checkpoint
 
-__all__ = ["CheckpointSave", "LoadedCheckpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointSave",
+    "LoadedCheckpoint",
+    "export_safetensors",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipecut import CheckpointError, Schedule1F1B, load_checkpoint, save_checkpoint
+from pipecut import CheckpointError, Schedule1F1B, export_safetensors, load_checkpoint, save_checkpoint
 from tests.training.checkpoint.jobs import BATCH, MICROBATCHES, Job, Net, cut, make_job, new_model
 
 
@@ -161,3 +161,10 @@ def save_beside(rank: int, folder: str) -> Any:
     assert first.done()
     job.train(4, 5)
     return str(first.path), str(second.wait()), then
+
+
+def export_hybrid(rank: int, folder: str, wrapper: str) -> dict[str, Any]:
+    job = hybrid_job(wrapper)
+    job.train(0, 1)
+    export_safetensors(folder, job.schedule)
+    return whole(job.state)
