@@ -175,7 +175,7 @@ class Pipe:
         if values.given:
             module = materialize(self.traced, self.tied_parameters, module, stage_index, device, values)
         stage = build_stage(module, stage_index, self.info(), device, group, self.variants)
-        stage.origin = StageOrigin(stage_index, stage.submod, self.traced.model, self._holders)
+        stage.origin = StageOrigin(stage_index, stage.submod, self.traced.model, self._holders, self.traced.kept)
         return stage
 
     @functools.cached_property

@@ -16,13 +16,9 @@ from .memory import Memories as Memories
 from .memory import Reads as Reads
 from .memory import Space as Space
 from .memory import functions_around as functions_around
-from .memory import has_attributes as has_attributes
-from .memory import is_own_class as is_own_class
-from .memory import is_own_code as is_own_code
-from .memory import names_in as names_in
 from .memory import storages_of as storages_of
 from .memory import tensors_in_reach as tensors_in_reach
-from .memory import used_variables as used_variables
+from .named_state import NamedState as NamedState
 from .operators import Shape as Shape
 from .operators import is_mark as is_mark
 from .operators import may_draw as may_draw
@@ -71,6 +67,7 @@ from .tracing.events import Called as Called
 from .tracing.events import Effect as Effect
 from .tracing.events import Entered as Entered
 from .tracing.events import History as History
+from .tracing.events import KeptValue as KeptValue
 from .tracing.events import Left as Left
 from .tracing.events import Line as Line
 from .tracing.events import SizeExpression as SizeExpression

@@ -45,6 +45,36 @@ def clone(
     >>> other[0] is model[0], other[0].weight is model[0].weight
     (False, True)
     """
+    return _clone(model, absent, replaced, without_tensors)[0]
+
+
+def clone_with_originals(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a clone of a model, and for the id of each object that was copied, or of its attributes, the original.
+
+    >>> model = nn.Sequential(nn.ReLU())
+    >>> model.log = [3]
+    >>> other, originals = clone_with_originals(model)
+    >>> other.log is model.log, originals[id(other.log)] is model.log, originals[id(vars(other))] is vars(model)
+    (False, True, True)
+    """
+    copied, memo = _clone(model)
+    originals: dict[int, Any] = {}
+    empty = [value for module in model.modules() for value in vars(module).values() if id(value) in memo]
+    for original in (*memo.get(id(memo), ()), *empty):  # deepcopy keeps the originals there
+        made = memo.get(id(original))
+        if made is not None and made is not original:
+            originals[id(made)] = original
+            if hasattr(made, "__dict__") and not isinstance(made, type):
+                originals[id(vars(made))] = vars(original)
+    return copied, originals
+
+
+def _clone(
+    model: nn.Module,
+    absent: Collection[nn.Module] = (),
+    replaced: Mapping[int, torch.Tensor] | None = None,
+    without_tensors: Mapping[nn.Module, str] | None = None,
+) -> tuple[nn.Module, dict[int, Any]]:
     without_tensors = without_tensors or {}
     left_out = {id(module) for module in absent}
     memo: dict[int, Any] = dict.fromkeys(left_out - {id(module) for module in without_tensors})
@@ -62,7 +92,7 @@ def clone(
                 children_of(memo[id(module)]).pop(name, None)
     for module, path in without_tensors.items():
         _empty(memo[id(module)], path)
-    return copied
+    return copied, memo
 
 
 def _shared_values(module: nn.Module) -> Iterator[Any]:

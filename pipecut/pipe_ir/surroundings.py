@@ -230,6 +230,21 @@ def _dict_values(value: dict[Any, Any]) -> list[Any]:
     return list(dict.values(value))
 
 
+_BYTES = 1 << 16  # of an array that is looked into: a larger one is data, and no count
+
+
+def _array_bytes(array: Any) -> bytes | None:
+    return array.tobytes() if array.nbytes <= _BYTES and not array.dtype.hasobject else None
+
+
+def _restored_array(array: Any, before: bytes | None) -> bool:
+    if before is None or array.nbytes != len(before) or array.tobytes() == before:
+        return False
+    array.flat = sys.modules["numpy"].frombuffer(before, array.dtype)
+    return True
+
+
+_ARRAY = _Kind(_array_bytes, lambda _: (), _restored_array)
 _OBJECT = _Kind(_slots, _parts_of_object, _restored_slots)
 _CLASS = _Kind(lambda cls: dict(vars(cls)), _parts_of_class, _restored_class)
 _LRU_CACHE = _Kind(lambda it: it.cache_info().misses, lambda it: (it.__wrapped__,), _cleared_lru_cache)
@@ -267,28 +282,56 @@ def _kind_of(cls: type) -> _Kind | None:
         return _KINDS[cls]
     if issubclass(cls, _PLAIN):
         return None
+    if cls.__module__ == "numpy" and cls.__name__ == "ndarray":
+        return _ARRAY
     bases = (kind for base, kind in (*_CONTAINERS, (type, _CLASS)) if issubclass(cls, base))
     home = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {"__name__": cls.__module__}
     is_own = issubclass(cls, nn.Module) or _may_keep_tensors(home) or cls.__module__ == "weakref"
     return next(bases, _OBJECT if is_own else None)
 
 
-class _Generator(NamedTuple):
-    """A random generator that belongs to the user, and a function that sets it back."""
+class Generator(NamedTuple):
+    """A random generator that belongs to the user: its kind, its first state, and the functions to read and set it."""
 
+    kind: str
     state: Any
+    read: Callable[[], Any]
     restore: Callable[[Any], object]
 
 
-def _generator(value: Any) -> _Generator | None:
+def _generator(value: Any) -> Generator | None:
+    read, restore = _state_functions(value)
+    kind = f"{type(value).__module__.partition('.')[0].lstrip('_')}.{type(value).__name__}"
+    return None if read is None else Generator(kind, read(), read, restore)
+
+
+def _state_functions(value: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], object]]:
     if isinstance(value, torch.Generator):
-        return _Generator(value.get_state(), value.set_state)
-    if isinstance(value, random.Random):
-        return _Generator(value.getstate(), value.setstate)
-    source = getattr(value, "bit_generator", None) if type(value).__module__.startswith("numpy.random") else None
-    if source is not None:
-        return _Generator(source.state, functools.partial(setattr, source, "state"))
-    return None
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return value.getstate, value.setstate
+    if type(value).__module__.startswith("numpy.random"):
+        if hasattr(value, "get_state"):
+            return value.get_state, value.set_state
+        source = getattr(value, "bit_generator", value)
+        if hasattr(source, "state"):
+            return lambda: source.state, functools.partial(setattr, source, "state")
+    return None, _nothing
+
+
+class Place(NamedTuple):
+    """An object that holds values, and the way to read and to write them."""
+
+    kind: _Kind
+    holder: Any
+
+    def read(self) -> Any:
+        """Return a copy of the values: by name in a dict, in a list, or one alone."""
+        return self.kind.copy(self.holder)
+
+    def write(self, values: Any) -> None:
+        """Put values there."""
+        self.kind.restore(self.holder, values)
 
 
 class Surroundings:
@@ -308,7 +351,7 @@ class Surroundings:
         self._seen: dict[int, object] = {}  # by id; the objects are kept, so that no other gets the same
         self._kinds: dict[type, _Kind | None] = {}
         self._copies: list[tuple[_Kind, Any, Any]] = []
-        self._generators: list[_Generator] = []
+        self.generators: list[Generator] = []
 
     def note(self, roots: Iterable[Any]) -> None:
         """Note what can be reached from some objects, the near ones first."""
@@ -333,7 +376,11 @@ class Surroundings:
         generator = _generator(value)
         if generator is not None and id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._generators.append(generator)
+            self.generators.append(generator)
+
+    def places(self) -> Iterator[tuple[Place, Any]]:
+        """Yield the objects that were noted, with the values that they had; caches of functions are left out."""
+        return ((Place(kind, value), copy) for kind, value, copy in self._copies if kind is not _LRU_CACHE)
 
     def restore(self) -> bool:
         """Put everything back as it was; return True if anything was changed."""
@@ -342,5 +389,5 @@ class Surroundings:
 
     def restore_generators(self) -> None:
         """Set back the random generators of the user."""
-        for generator in self._generators:
+        for generator in self.generators:
             generator.restore(generator.state)

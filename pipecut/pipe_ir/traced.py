@@ -22,7 +22,7 @@ from .spec import Dim, TensorSpec
 from .structure import Atom, Structure, flatten
 
 if TYPE_CHECKING:
-    from .tracing.events import History
+    from .tracing.events import History, KeptValue
 
 # The values that a trace holds on to as they are: there is nothing in them that could change.
 PLAIN_TYPES = (
@@ -276,7 +276,7 @@ class TracedModel:
     reached past the traced copy, through a function that holds on to the model. `mode_readers` are the modules whose
     forward looked at a `training` flag, `assigned_attributes` the attributes, apart from buffers, that the forward of
     a module has set or changed; `changing` are modules that did more than their operations show, or something else when
-    they ran again.
+    they ran again; `kept` are values in objects of Python's that the forward keeps there, and the stages do not.
     `fallbacks` are the modules that could not be traced.
     `named_dims` are the symbols that the user named, `fixed_dims` the sizes that could not stay symbolic.
     `autocast` is the one around the whole trace, in words. `draws` are the random numbers outside of operations, as
@@ -300,6 +300,7 @@ class TracedModel:
     mode_readers: frozenset[str] = frozenset()
     assigned_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     changing: frozenset[str] = frozenset()
+    kept: tuple[KeptValue, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     named_dims: tuple[str, ...] = ()
     fixed_dims: tuple[FixedDim, ...] = ()

@@ -13,7 +13,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ from .surroundings import Surroundings, is_machinery
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False) -> Iterator[Callable[[], None]]:
+def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False) -> Iterator[_Watch]:
     """Run the code of a model, or of a copy of it, and leave as it was what the code has outside of the model.
 
     Afterwards no tensor or symbolic size that was made inside is in a cache, a name of a module, an attribute of a
     class or the like; the values of tensors from before are what they were, and so are the user's random generators.
     With `real` that goes for tensors with memory too, for runs on data. What the block returns must hold none of them.
     With `always` numbers and other plain values outside of the model are put back too, even if no tensor was kept.
-    It gets a function to call when the model's code has ended, if torch goes on to make tensors of its own.
+    It gets the watch over it: `stop()` is called when the model's code has ended, if torch goes on to make tensors of
+    its own; `surroundings` are all that was noted.
     """
     with _paused_collector():
         watch = _Watch(model, real=real)
@@ -42,7 +43,7 @@ def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False
         try:
             # In a trace a dispatch mode would change what torch.export sees: x.data would be an operation.
             with watch.writes if real else contextlib.nullcontext(), watch, stand_ins_reported(watch.note_made):
-                yield watch.stop
+                yield watch
             failed = False
         finally:
             watch.clean(failed=failed, always=always)
@@ -70,9 +71,9 @@ class _Watch(TorchFunctionMode):
         self._real = real
         self._notes = True
         self._made: list[weakref.ref[Any]] = []
-        self._surroundings = Surroundings()
-        self._surroundings.note(vars(module) for module in model.modules())
-        self._surroundings.note({type(module): None for module in model.modules()})
+        self.surroundings = Surroundings()
+        self.surroundings.note(vars(module) for module in model.modules())
+        self.surroundings.note({type(module): None for module in model.modules()})
 
     def note_made(self, value: Any) -> None:
         """Note something that must not outlive the block."""
@@ -97,7 +98,7 @@ class _Watch(TorchFunctionMode):
     def clean(self, *, failed: bool, always: bool) -> None:
         """Put back what was written or kept; raise if something is kept that cannot be reached."""
         unknown = self.writes.undo()
-        self._surroundings.restore_generators()
+        self.surroundings.restore_generators()
         if unknown and not failed:
             raise TraceError(
                 f"{self._name} has written to a tensor of shape {tuple(unknown[0].shape)} while it was traced, which "
@@ -105,7 +106,7 @@ class _Watch(TorchFunctionMode):
             )
         if not failed and not always and not self._survives(0):
             return
-        self._surroundings.restore()
+        self.surroundings.restore()
         torch.clear_autocast_cache()
         # After a failure the frames of its traceback hold tensors too.
         if not failed and self._survives(0) and self._survives(2):

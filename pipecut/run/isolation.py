@@ -17,30 +17,15 @@ step. What hooks of different stages tell each other in Python's objects is not 
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-import operator
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..errors import IsolationError
-from ..pipe_ir import (
-    Reads,
-    functions_around,
-    has_attributes,
-    is_own_class,
-    is_own_code,
-    names_in,
-    storages_of,
-    tensors_in_reach,
-    used_variables,
-)
+from ..pipe_ir import NamedState, Reads, functions_around, storages_of, tensors_in_reach
 from ..schedule import Action, Op
 from ..stage import PipelineStage, held_elsewhere
 from ..text import listed
@@ -64,6 +49,19 @@ class Isolation:
         self._origin = stages[0].origin
         self._loss_fn = loss_fn
         self.is_due = not in_process
+        self.is_checked = False  # that loss_fn uses nothing which stages do not keep for it
+
+    def check_loss_fn(self) -> None:
+        """Raise if loss_fn uses what a forward changes in objects of Python's, and stages do not: once."""
+        origin = self._origin
+        model = None if origin is None else origin.model
+        if origin is not None and model is not None and origin.kept:
+            state = NamedState(self._loss_fn, "loss_fn")
+            for kept in origin.kept:
+                slot = state.slot_of(kept.holder_in(model), kept.name)
+                if slot is not None:
+                    raise IsolationError(_KEPT.format(place=slot.of(str(kept.name)), who=kept.who(model)))
+        self.is_checked = True
 
     def ask(self) -> None:
         """Let the next training step be watched."""
@@ -97,7 +95,11 @@ class Isolation:
         others = {name: tensor for name, tensor in every.items() if id(tensor) not in own}
         where = {name: "" if origin is None else held_elsewhere(origin.holders, name) for name in others}
         has_loss = any(stage.is_last for stage in executor.stages.values())
-        touched = [_Touched(None if has_loss else self._loss_fn, _LOSS_FN), *_modules_of_others(executor, model)]
+        named = NamedState(self._loss_fn, "loss_fn")
+        copies = {number: part for stage in executor.stages.values() for number, part in _copies_in(stage).items()}
+        touched = [_Touched(named.moved(copies), _COPY), *_modules_of_others(executor, model)]
+        if not has_loss:
+            touched.append(_Touched(named, _LOSS_FN))
         loss_fn = self._loss_fn if has_loss else None
         return _Watch(executor.stages, others, where, touched, loss_fn, sees_others=self._in_process)
 
@@ -108,11 +110,20 @@ def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Tou
     if infos is None or model is None:
         return []
     return [
-        _Touched(model.get_submodule(path).forward, _OTHER_MODULE.format(path=path, stage=info.index), plain=True)
+        _Touched(
+            NamedState(model.get_submodule(path).forward, "the module", plain=True),
+            _OTHER_MODULE.format(path=path, stage=info.index),
+        )
         for info in infos.stages
         if info.index not in executor.stages
         for path in info.changing
     ]
+
+
+def _copies_in(stage: PipelineStage) -> dict[int, nn.Module]:
+    """Return the parts of a stage, by the id of the attributes of the model's modules in their place."""
+    pairs = () if stage.origin is None else stage.origin.parts()
+    return {id(vars(theirs)): ours for theirs, ours in pairs}
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -137,6 +148,14 @@ class _Trace:
         is_new = tensor.is_leaf and tensor.grad is not gradient
         is_added_to = gradient is not None and version_of(gradient) != self._gradient_version
         return "gives a gradient to" if is_new or is_added_to else ""
+
+
+@dataclass(frozen=True)
+class _Touched:
+    """State of Python that stages may not change; `meaning` is what a change says of it, in words."""
+
+    state: NamedState
+    meaning: str
 
 
 class _Watch:
@@ -174,7 +193,7 @@ class _Watch:
         def watched(action: Action, state: StepState) -> None:
             stage = self._stages[action.stage]
             for each in self._touched:
-                each.note()
+                each.state.note()
             with self._reads(stage) if self._in_reach and action.op is Op.FORWARD else contextlib.nullcontext():
                 handler(action, state)
             if action.op is Op.FORWARD:
@@ -220,7 +239,7 @@ class _Watch:
 
     def _check_touched(self, stage: PipelineStage, action: Action) -> None:
         for each in self._touched:
-            change = each.change()
+            change = each.state.change()
             if change:
                 raise IsolationError(f"stage {stage.stage_index} changes {change} in {action}, which {each.meaning}")
 
@@ -256,135 +275,16 @@ _LOSS_FN = (
     "return what loss_fn needs in its output, which is sent; or, if loss_fn reads nothing of it, give it an object of "
     "its own"
 )
+_COPY = (
+    "loss_fn uses as that of the model: the stage has a copy of the module, and loss_fn finds the model's own as it "
+    "was. Let the model return what loss_fn needs in its output"
+)
+_KEPT = (
+    "loss_fn uses {place}, which the forward of {who}. loss_fn would find it as it was before. Let the model return "
+    "what loss_fn needs in its output, which is sent; or, if loss_fn reads nothing of it, give it an object of its own"
+)
 _OTHER_MODULE = (
     "{path!r} of stage {stage} uses, and that module does something else from call to call: on separate ranks each has "
     "its own. Cut so that both are in one stage, let each module have an object of its own, or hand the value over as "
     "a tensor, in arguments and results"
 )
-
-_PLAIN = (bool, int, float, complex, str)
-_COLLECTIONS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A place whose values can change: `names` are those of the values, if they have some."""
-
-    told: str
-    read: Callable[[], list[Any]]
-    names: tuple[str, ...] = ()
-
-
-class _Touched:
-    """Lists, dicts, attributes and variables that the code of a function names: who changes them may mean to tell it.
-
-    With `plain`, only numbers and strings count: tensors in a cache are the same for everybody. `meaning` is what a
-    change says of the function, in words.
-
-    >>> log: list[float] = []
-    >>> touched = _Touched(lambda output: output.mean() + sum(log), "loss_fn uses")
-    >>> touched.note()
-    >>> touched.change()
-    ''
-    >>> log.append(0.5)
-    >>> touched.change()
-    "'log' in pipecut.run.isolation"
-    """
-
-    def __init__(self, function: object, meaning: str, *, plain: bool = False) -> None:
-        self.meaning = meaning
-        self._plain = plain
-        self._slots: list[_Slot] = []
-        seen: dict[tuple[int, frozenset[str]], object] = {}  # other code may name other attributes of an object
-        waiting: list[_Found] = (
-            [] if function is None else [_Found(function, "the module" if plain else "loss_fn", frozenset())]
-        )
-        while waiting:
-            found = waiting.pop()
-            key = id(found.value), frozenset() if isinstance(found.value, types.FunctionType) else found.names
-            if key not in seen and not isinstance(found.value, (Tensor, types.ModuleType, *_PLAIN)):
-                seen[key] = found.value
-                waiting += self._visit(found)
-        self._before: list[list[Any]] = []
-
-    def note(self) -> None:
-        """Note the values as they are."""
-        self._before = [slot.read() for slot in self._slots]
-
-    def change(self) -> str:
-        """Say what was changed since they were noted, if anything was."""
-        for slot, before in zip(self._slots, self._before, strict=True):
-            now = slot.read()
-            if self._plain:
-                now, before = ([each for each in values if isinstance(each, _PLAIN)] for values in (now, before))
-                if now == before:
-                    continue
-            if len(now) != len(before) or any(map(operator.is_not, now, before)):
-                names = [name for name, one, other in zip(slot.names, now, before, strict=False) if one is not other]
-                return f"{names[0]!r} {slot.told}" if names else slot.told
-        return ""
-
-    def _visit(self, found: _Found) -> Iterator[_Found]:
-        value, told, names = found
-        if isinstance(value, types.MethodType):
-            code = getattr(value.__func__, "__code__", None)
-            yield _Found(value.__func__, told, names)
-            yield _Found(value.__self__, told, names | frozenset(() if code is None else names_in(code)))
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                yield _Found(part, told, names)
-        elif isinstance(value, types.FunctionType):
-            yield from self._visit_function(value)
-        elif type(value) in _COLLECTIONS:
-            self._slots.append(_Slot(told, lambda: list(value.values() if isinstance(value, dict) else value)))
-            for inside in self._slots[-1].read():
-                yield _Found(inside, told, names)
-        elif isinstance(value, type):
-            if is_own_class(value):
-                read = functools.partial(_values_of, vars(value), names)
-                self._slots.append(_Slot(f"of the class {value.__qualname__}", read, tuple(names)))
-        elif has_attributes(value):
-            yield _Found(type(value), told, names)
-            yield from self._visit_object(value, told, names)
-
-    def _visit_function(self, function: types.FunctionType) -> Iterator[_Found]:
-        if not is_own_code(function.__code__.co_filename):
-            return
-        names = frozenset(names_in(function.__code__))
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._slots.append(_Slot(f"{name!r} of {function.__qualname__}", functools.partial(_contents, cell)))
-            for value in _contents(cell):
-                yield _Found(value, self._slots[-1].told, names)
-        for where, known, used in used_variables(function):
-            self._slots.append(_Slot(f"in {where}", functools.partial(_values_of, known, used), tuple(used)))
-            for name in used:
-                yield _Found(known.get(name), f"{name!r} in {where}", names)
-
-    def _visit_object(self, value: Any, told: str, names: frozenset[str]) -> Iterator[_Found]:
-        for method in ("forward", "__call__"):
-            code = getattr(getattr(type(value), method, None), "__code__", None)
-            if code is not None and is_own_code(code.co_filename):
-                names |= frozenset(names_in(code))
-        for part in value.modules() if isinstance(value, nn.Module) else [value]:
-            self._slots.append(_Slot(f"of {told}", functools.partial(_values_of, vars(part), names), tuple(names)))
-            for name in names & vars(part).keys():
-                yield _Found(vars(part)[name], f"{name!r} of {told}", names)
-
-
-class _Found(NamedTuple):
-    """A value that loss_fn leads to, where it was found, and the names that the code around it uses."""
-
-    value: Any
-    told: str
-    names: frozenset[str]
-
-
-def _contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # it has no value yet
-        return []
-
-
-def _values_of(known: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    return [known.get(name) for name in names]

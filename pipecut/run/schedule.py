@@ -329,6 +329,8 @@ class PipelineSchedule(HoldsStages, HasAgreement):
                 self._meter.begin(some.samples, given, self.count_tokens)
                 self._forms.use(some.form)
                 runner = self._runner(given.training, len(some.samples), some.form)
+                if not self._isolation.is_checked:
+                    self._isolation.check_loss_fn()
                 watches = given.training and self._isolation.is_due
                 watching = self._isolation.watching(runner.executors) if watches else contextlib.nullcontext()
             with watching:

@@ -53,8 +53,9 @@ class Checks:
     def __init__(
         self, tracer: ModelTracer, traced: TracedModel, live_hooks: set[str], training: bool | None = None
     ) -> None:
-        self._replay_apart = functools.cache(lambda: tracer.replays(traced, live_hooks, training, apart=True))
-        self._replays = tracer.replays(traced, live_hooks, training)
+        self._replay_apart = functools.cache(lambda: tracer.replays(traced, live_hooks, training, apart=True).runs)
+        self._again = tracer.replays(traced, live_hooks, training)
+        self._replays = self._again.runs
 
     def changing_paths(self, cuts: Cuts) -> set[str]:
         """Return the modules that generated code cannot stand for."""
@@ -76,13 +77,26 @@ class Checks:
                     cuts = replace(cuts, only_with_gradients=cuts.only_with_gradients | {fault.path})
                     continue
                 raise SplitError(_cannot_be_cut(cuts.traced, fault)) from (error if fault.path else None)
-        return replace(cuts, traced=replace(cuts.traced, changing=self._changing(cuts.traced)))
+        paths = generated_paths(cuts.programs)
+        kept = tuple(each for each in self._again.kept if each.is_copied or each.path in paths)
+        return replace(cuts, traced=replace(cuts.traced, changing=self._changing(cuts.traced), kept=kept))
 
     def _fault(self, cuts: Cuts) -> _Fault | None:
         paths, whole = generated_paths(cuts.programs), whole_calls(cuts.programs)
         effects = (effect for effect in self._effects(cuts.traced) if effect.path in paths)
         found = next((_Fault(effect.path, f"it uses {effect.what}, {_BESIDE}") for effect in effects), None)
-        return found or next(_writes(cuts.traced, whole), None) or self._difference(cuts, whole)
+        found = found or next(_writes(cuts.traced, whole), None) or self._difference(cuts, whole)
+        return found or next(self._uses(paths), None)
+
+    def _uses(self, paths: Collection[str]) -> Iterator[_Fault]:
+        """Yield uses of Python's state that made no difference in any run, and may in another."""
+        for effect in self._again.effects:
+            if effect.path in paths:
+                yield _Fault(effect.path, f"it uses {effect.what}: {_FROM_OUTSIDE}")
+        for kept in self._again.kept:
+            others = sorted(kept.used_by - set(paths))
+            if kept.path in paths and others:
+                yield _Fault(kept.path, f"it changes {kept.name!r}, a number by which {others[0]!r} decides, {_BESIDE}")
 
     def _difference(self, cuts: Cuts, whole: Collection[Call]) -> _Fault | None:
         found = find_difference(cuts.traced, whole, self._replays)
@@ -100,7 +114,7 @@ class Checks:
 
     def _changing(self, traced: TracedModel) -> frozenset[str]:
         """Return all modules, whole ones too, that do more than a trace shows, or something else in another run."""
-        found = {effect.path for effect in self._effects(traced)}
+        found = {effect.path for effect in (*self._effects(traced), *self._again.effects)}
         found |= {write.path for write in constant_writes(traced, ())}
         calls = [(span.path, span.nth_call) for span in traced.spans("call")]
         while (new := find_difference(traced, {call for call in calls if call[0] in found}, self._replays)) is not None:

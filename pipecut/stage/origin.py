@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ChangedModelError, GroupSizeError, InputError, PipeError, StageMetadataError
-from ..pipe_ir import PipeInfo, flatten
+from ..pipe_ir import KeptValue, PipeInfo, flatten
 from ..text import listed, numbered
 from ..torch_internals import parameters_of
 from .dtensor import is_distributed
@@ -57,9 +57,12 @@ class StageOrigin:
 in training mode: switch the stage too, by stage.submod.eval(), or the model back, by model.train()
     """
 
-    def __init__(self, stage: int, module: nn.Module, model: nn.Module, holders: _Holders) -> None:
+    def __init__(
+        self, stage: int, module: nn.Module, model: nn.Module, holders: _Holders, kept: Sequence[KeptValue] = ()
+    ) -> None:
         self.stage = stage
         self.holders = holders
+        self.kept = kept  # values in objects of Python's that the model's forward keeps there, and stages do not
         self._model = weakref.ref(model)
         # Not ids alone: load_state_dict(assign=True) frees a parameter, and makes the next one in its memory.
         self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -74,6 +77,13 @@ in training mode: switch the stage too, by stage.submod.eval(), or the model bac
     def model(self) -> nn.Module | None:
         """The model, unless it is gone."""
         return self._model()
+
+    def parts(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yield the modules of the model that the stage has copies of, with these."""
+        for pair in self._pairs:
+            theirs, ours = pair.model_part(), pair.stage_part()
+            if theirs is not None and ours is not None:
+                yield theirs, ours
 
     def _is_known(self, parameter: Tensor | None) -> bool:
         """Return True for a parameter that the model had when it was cut."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..structure import Atom
 
@@ -80,6 +80,34 @@ class Effect:
 
     path: str
     what: str
+    is_use: bool = False  # of state that Python has, by which nothing was decided otherwise in any run
+
+
+@dataclass(frozen=True, eq=False)
+class KeptValue:
+    """A value that the forward of the module at `path` has changed in an object of Python's.
+
+    `name` is its key or the name of the attribute or variable, if it has one. `holder` has it: a dict, a list, a class,
+    the variable of a closure; the attributes of a module are named by its path, so that the model is not kept alive.
+    """
+
+    path: str
+    holder: Any
+    name: Any = None
+    of_module: str | None = None
+    is_copied: bool = False  # it belongs to a module, and a stage that has a copy of that keeps it in the copy
+    used_by: frozenset[str] = frozenset()  # modules that decide by it, if it is a number
+
+    def holder_in(self, model: nn.Module) -> Any:
+        """Return the object that has the value."""
+        return self.holder if self.of_module is None else vars(model.get_submodule(self.of_module))
+
+    def who(self, model: nn.Module) -> str:
+        """Return which code has changed it, and why stages do not, in words."""
+        name = repr(self.path) if self.path else type(model).__name__
+        if self.is_copied:
+            return f"{name} changes: a stage runs a copy of that module, and changes the copy's"
+        return f"{name} changes: it is cut, and the generated code does not do that"
 
 
 Event: TypeAlias = Called | Entered | Left

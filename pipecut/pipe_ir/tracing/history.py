@@ -161,7 +161,7 @@ class HistoryRecorder(TorchFunctionMode):
             path = self._paths[id(vars(module))]
             nth_call = self._calls.get(path, 0)
             self._calls[path] = nth_call + 1
-            self._events.append(Entered(path, nth_call, self._flat((args, kwargs)), _user_line()))
+            self._events.append(Entered(path, nth_call, self._flat((args, kwargs)), innermost_line()))
             self._open.append(path)
             return len(self._events), self._numbers.count
 
@@ -246,7 +246,7 @@ class HistoryRecorder(TorchFunctionMode):
                 tuple(self._numbers.of(tensor) for tensor in written),
                 tuple(storages.items()),
                 _modes(),
-                _user_line(),
+                innermost_line(),
                 passed_on,
             )
         )
@@ -346,7 +346,8 @@ def _origin(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
 
 
-def _user_line() -> Line | None:
+def innermost_line() -> Line | None:
+    """Return the innermost line of the user's code that is running, seen from the caller of the caller."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         if is_users_code(frame.f_code.co_filename):

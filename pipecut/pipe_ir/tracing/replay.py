@@ -8,12 +8,13 @@ small part of the time of torch.export.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -35,9 +36,11 @@ from ...torch_internals import (
 from ..copies import quiet_subclass, stand_in_for_meta
 from ..inputs import Example
 from ..structure import map_leaves
+from ..surroundings import Generator, Place, Surroundings
 from ..traced import TracedModel
-from .events import History
-from .history import HistoryRecorder, Numbers, new_buffers
+from .events import Effect, History, KeptValue, line_text
+from .history import HistoryRecorder, Numbers, innermost_line, new_buffers
+from .outside_state import NUMBER, StateWatch, changed_places, without_watch
 from .records import reason_of
 from .run import FoldCertainRandomBranches, TraceNoopContiguous, is_without_memory, kept_random_numbers
 
@@ -53,6 +56,14 @@ class Replay:
     how: str
     with_gradients: bool = True
     error: str | None = None
+
+
+class Replays(NamedTuple):
+    """Runs of a model again. `effects` are those of its forwards on Python's state, `kept` what they change there."""
+
+    runs: tuple[Replay, ...]
+    effects: tuple[Effect, ...] = ()
+    kept: tuple[KeptValue, ...] = ()
 
 
 class StandInInputs:
@@ -80,9 +91,11 @@ class Replayer:
         example: Example,
         traced: TracedModel,
         inputs: StandInInputs,
+        surroundings: Surroundings,
         device: torch.device | None = None,
     ) -> None:
         self.runner, self.example, self.traced, self.inputs = runner, example, traced, inputs
+        self.surroundings = surroundings
         self.mode = fake_mode_with_numbers()
         self.numbers = Numbers()
         self.paths = {id(vars(module)): path for path, module in runner.named_modules()}
@@ -96,15 +109,38 @@ class Replayer:
             stand_in_for_meta(runner, (), self.mode, device=self._device)
         for module in runner.modules():
             self._watch(module)
+        surroundings.note(vars(module) for module in runner.modules())
 
-    def run(self, apart: bool) -> tuple[Replay, ...]:
-        """Return the runs, one after the other; those are left out in which the model raises for another reason."""
+    def run(self, apart: bool, originals: Mapping[int, Any]) -> Replays:
+        """Return the runs, one after the other; those are left out in which the model raises for another reason.
+
+        `originals` has the user's objects, by the ids of their copies.
+        """
         with kept_random_numbers(()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             first = self._run(self.sizes, 1, "with other random numbers", boundaries=True)
             if first.error is not None:
-                return (first,)
-            return (first, *(self._apart() if apart else self._together()))
+                return Replays((first,))
+            if apart:
+                return Replays((first, *self._apart()))
+            runs = (first, *self._together())
+            places = changed_places(self.surroundings, self.runner)
+            return Replays(runs, *self._outside_state(places, originals)) if places else Replays(runs)
+
+    def _outside_state(
+        self, places: Collection[Place], originals: Mapping[int, Any]
+    ) -> tuple[tuple[Effect, ...], tuple[KeptValue, ...]]:
+        """Find who changes some places and who decides by them: in a run from the begin, and in one after it."""
+        self.surroundings.restore()
+        watch = StateWatch(places)
+        self._run(self.sizes, 1, "from the begin", watch=watch)
+        watch.replace_numbers(lambda what: self._recorder.note_use(what))
+        after = self._run(self.sizes, 1, "with watched numbers", watch=watch)
+        effects = [effect for effect in after.history.effects if effect.is_use]
+        if after.error is not None:  # a number that is not one may go where nothing else can
+            effects.append(Effect(self._recorder.path, f"{NUMBER} ({after.error})", is_use=True))
+        effects += [Effect(path, "an array of numpy that it writes to", is_use=True) for path in watch.arrays_changed()]
+        return tuple(effects), tuple(watch.kept(originals, self.paths))
 
     def _together(self) -> Iterator[Replay]:
         """Yield one run that differs in several respects, or several runs if it fails."""
@@ -135,11 +171,14 @@ class Replayer:
         *,
         with_gradients: bool = True,
         boundaries: bool = False,
+        watch: StateWatch | None = None,
     ) -> Replay:
         tensors = self._inputs(shapes)
         self.inputs.input_values = tensors
         self.inputs.restart()
-        recorder = self._recorder = _ReplayRecorder(self.paths, self.numbers, seed, boundaries)
+        # Of torch's own kind no operation draws here; one among the arguments of a function is noted.
+        generators = [each for each in self.surroundings.generators if each.kind != "torch.Generator"]
+        recorder = self._recorder = _ReplayRecorder(self.paths, self.numbers, seed, boundaries, generators, watch)
         args, kwargs = self.example.call_with(tuple(tensors))
         error: str | None = None
         with _surroundings(self.mode, with_gradients), reported_hooks(self._on_hook):
@@ -190,8 +229,17 @@ class _ReplayRecorder(HistoryRecorder):
     each call: one with any other seed was seeded or set by the forward.
     """
 
-    def __init__(self, paths: Mapping[int, str], numbers: Numbers, seed: int, boundaries: bool) -> None:
+    def __init__(
+        self,
+        paths: Mapping[int, str],
+        numbers: Numbers,
+        seed: int,
+        boundaries: bool,
+        generators: Sequence[Generator] = (),
+        watch: StateWatch | None = None,
+    ) -> None:
         super().__init__(paths, numbers)
+        self._watch, self._own_generators = watch, generators
         self._generators, self._seed = default_generators(), seed * 10_000_019
         self._numpy: Any = sys.modules.get("numpy")
         random.seed(seed)
@@ -230,12 +278,34 @@ class _ReplayRecorder(HistoryRecorder):
     def before_call(self) -> None:
         self._look_at_seeds()
 
+    @property
+    def path(self) -> str:
+        """The innermost module that is running."""
+        return self._open[-1] if self._open else ""
+
+    def note_use(self, what: str) -> str:
+        """Note that the innermost call uses a number that forwards change, and return the path of its module."""
+        line = innermost_line()
+        place = f" at {line_text(line)}" if line is not None else ""
+        self._effects.setdefault(Effect(self.path, f"{what}{place}", is_use=True))
+        return self.path
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._watch is not None:
+            args = [without_watch(each) for each in args]
+            kwargs = {name: without_watch(each) for name, each in (kwargs or {}).items()}
+        return super().__torch_function__(func, types, args, kwargs)
+
     def _look_at_generators(self) -> None:
+        if self._watch is not None:
+            self._watch.look(self.path)
         self._look_at_seeds()
         states = self._states()
-        for name, state in states.items():
-            if state != self._drawn[name]:
-                self.note_effect(name)
+        for key, state in states.items():
+            if state != self._drawn[key]:
+                self.note_effect(key[0])
         self._drawn = states
 
     def _look_at_seeds(self) -> None:
@@ -248,13 +318,16 @@ class _ReplayRecorder(HistoryRecorder):
         for generator in self._generators:
             generator.manual_seed(self._seed)
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self) -> dict[tuple[str, int], Any]:
+        """Return the states of the generators that are not torch's, by their names in words and a number."""
         if not self._boundaries:
             return {}
-        states: dict[str, Any] = {"random numbers of Python (the module random)": random.getstate()}
+        states: dict[tuple[str, int], Any] = {("random numbers of Python (the module random)", 0): random.getstate()}
         if self._numpy is not None:
             kind, keys, *rest = self._numpy.random.get_state()
-            states["random numbers of numpy (numpy.random)"] = (kind, keys.tobytes(), *rest)
+            states["random numbers of numpy (numpy.random)", 0] = (kind, keys.tobytes(), *rest)
+        for number, generator in enumerate(self._own_generators):
+            states[f"random numbers of a {generator.kind} of its own", number] = pickle.dumps(generator.read())
         return states
 
 

@@ -189,8 +189,8 @@ def _run(
     prepare: Callable[[nn.Module, Recorder], None] | None,
     device: torch.device | None,
 ) -> TracedModel:
-    with left_as_it_was(model) as at_the_end:
-        return _recorded_run(model, example, tensors, live_hooks, training, set_mode, prepare, device, at_the_end)
+    with left_as_it_was(model) as watch:
+        return _recorded_run(model, example, tensors, live_hooks, training, set_mode, prepare, device, watch.stop)
 
 
 def _recorded_run(

@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from ...errors import ExampleError, InputError, SplitError, TraceError, warn
-from ..copies import clone
+from ..copies import clone, clone_with_originals
 from ..eager import EagerModules, HiddenTieError, Observations, run_on_example
 from ..inputs import Example, read_example
 from ..sizes.dynamic import AUTO, Dynamic
 from ..structure import map_leaves
+from ..surroundings import Surroundings
 from ..traced import Fallback, TracedModel
 from ..untouched import left_as_it_was
 from .recorder import Recorder
 from .records import UntraceableError, place_of, reason_of, why_and_where
-from .replay import Replay, Replayer, StandInInputs
+from .replay import Replayer, Replays, StandInInputs
 from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace
 
 _REMEDIES = {
@@ -92,19 +93,24 @@ class ModelTracer:
 
     def replays(
         self, traced: TracedModel, live_hooks: Iterable[str] = (), training: bool | None = None, *, apart: bool = False
-    ) -> tuple[Replay, ...]:
+    ) -> Replays:
         """Run the model again, as it was traced with these arguments, without a tracer.
 
         With `apart` each run differs from the trace in one respect; otherwise there are fewer of them.
         """
-        with left_as_it_was(self.model, always=True):
-            return self._run_again(traced, {*live_hooks, *self._needed_hooks}, training, apart)
+        with left_as_it_was(self.model, always=True) as watch:
+            return self._run_again(traced, {*live_hooks, *self._needed_hooks}, training, apart, watch.surroundings)
 
     def _run_again(
-        self, traced: TracedModel, live_hooks: set[str], training: bool | None, apart: bool
-    ) -> tuple[Replay, ...]:
+        self,
+        traced: TracedModel,
+        live_hooks: set[str],
+        training: bool | None,
+        apart: bool,
+        surroundings: Surroundings,
+    ) -> Replays:
         training = self._training if training is None else training
-        copy = clone(self.model)
+        copy, originals = clone_with_originals(self.model)
         if training is not None:
             copy.train(training)
         silence_hooks(copy, live_hooks)
@@ -114,7 +120,7 @@ class ModelTracer:
             eager.prepare(copy, inputs)
             inputs.restart = eager.restart  # type: ignore[method-assign]
         example = read_example(self.model, self.args, self.kwargs, self.dynamic)
-        return Replayer(copy, example, traced, inputs, self._device).run(apart)
+        return Replayer(copy, example, traced, inputs, surroundings, self._device).run(apart, originals)
 
     def _trace_all(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace with torch.export alone; if it fails with all sizes symbolic, with those of the example."""

@@ -1,0 +1,195 @@
+"""State of Python's that the forwards of a model change: which module changes it, and which decides by it.
+
+A run is looked at wherever a module's call begins or ends. In a further run the numbers that were changed are replaced
+by some that report where they are used: a count by which nothing is decided is no more than a count.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...torch_internals import buffers_of, parameters_of
+from ..surroundings import Place, Surroundings
+from .events import KeptValue
+
+
+def changed_places(surroundings: Surroundings, model: nn.Module) -> list[Place]:
+    """Return the objects that hold other values than when they were noted, besides the tensors that a model has."""
+    own = {id(tensors) for module in model.modules() for tensors in (parameters_of(module), buffers_of(module))}
+    return [
+        place
+        for place, before in surroundings.places()
+        if id(place.holder) not in own and next(_changed_names(before, place.read()), _SAME) is not _SAME
+    ]
+
+
+NUMBER = "a number that changes from call to call"
+_SAME = object()
+_VALUES = (bool, int, float, complex, str, bytes, set)  # compared by value; all else by identity
+
+
+def _changed_names(before: Any, now: Any) -> Iterator[Any]:
+    """Yield the names under which two copies of an object have different values; None if they have no names.
+
+    >>> list(_changed_names({"calls": 1, "cache": None}, {"calls": 2, "cache": None}))
+    ['calls']
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        yield from (name for name, value in now.items() if not _is_same(before.get(name, _SAME), value))
+        yield from (name for name in before if name not in now)
+    elif isinstance(before, list) and isinstance(now, list):
+        if len(before) != len(now) or not all(map(_is_same, before, now)):
+            yield None
+    elif not _is_same(before, now):
+        yield None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _VALUES and one == other)
+
+
+class StateWatch:
+    """Watches a few places during runs: `look` says which module has changed them, numbers report who uses them.
+
+    >>> from types import SimpleNamespace
+    >>> counts, around = SimpleNamespace(calls=0), Surroundings()
+    >>> around.note([vars(counts)])
+    >>> watch = StateWatch([place for place, _ in around.places()])
+    >>> counts.calls += 1
+    >>> watch.look("block")
+    >>> used: list[str] = []
+    >>> watch.replace_numbers(lambda what: used.append(what) or "block")
+    >>> counts.calls += 1
+    >>> len(used), counts.calls > 5, used
+    (0, False, ["'calls', a number that changes from call to call"])
+    """
+
+    def __init__(self, places: Collection[Place]) -> None:
+        self._places = list(places)
+        self._now = [place.read() for place in self._places]
+        self._changes: dict[tuple[int, Any, str], None] = {}
+        self._uses: dict[tuple[int, Any], set[str]] = {}
+
+    def look(self, path: str) -> None:
+        """Note what was changed since the last look, by the module at a path."""
+        for number, place in enumerate(self._places):
+            now = place.read()
+            for name in _changed_names(self._now[number], now):
+                self._changes.setdefault((number, name, path))
+            self._now[number] = now
+
+    def arrays_changed(self) -> Iterator[str]:
+        """Yield the modules that have written to an array."""
+        yield from (path for number, _, path in self._changes if isinstance(self._now[number], bytes))
+
+    def replace_numbers(self, on_use: Callable[[str], str]) -> None:
+        """Replace the numbers that were changed by others that report their uses.
+
+        `on_use` gets what is used in words, and returns the path of the module that does so.
+        """
+        for number, place in enumerate(self._places):
+            names = {name for nth, name, _ in self._changes if nth == number}
+            values = self._now[number]
+            if isinstance(values, dict):
+                watched = {name: self._watched(values[name], number, name, on_use) for name in names & values.keys()}
+                place.write({**values, **watched})
+            elif names and isinstance(values, list):
+                place.write([self._watched(value, number, None, on_use) for value in values])
+            elif names:
+                place.write(self._watched(values, number, None, on_use))
+            self._now[number] = place.read()
+
+    def _watched(self, value: Any, number: int, name: Any, on_use: Callable[[str], str]) -> Any:
+        if type(value) not in (int, float):
+            return value
+
+        def use() -> None:
+            self._uses.setdefault((number, name), set()).add(on_use(NUMBER if name is None else f"{name!r}, {NUMBER}"))
+
+        return WatchedNumber(value, use)
+
+    def kept(self, originals: Mapping[int, Any], paths: Mapping[int, str]) -> Iterator[KeptValue]:
+        """Yield what was changed. `originals` has the user's object for the id of a copy, `paths` those of modules."""
+        for number, name, path in self._changes:
+            holder = self._places[number].holder
+            is_copied = id(holder) in originals
+            of_module = paths.get(id(holder))
+            original = None if of_module is not None else originals.get(id(holder), holder)
+            used_by = frozenset(self._uses.get((number, name), ()))
+            yield KeptValue(path, original, name, of_module, is_copied or of_module is not None, used_by)
+
+
+class WatchedNumber:
+    """Stands for a number, and reports each use that is more than to compute another number from it.
+
+    >>> used = []
+    >>> count = WatchedNumber(3, lambda: used.append("used"))
+    >>> count += 1
+    >>> len(used), count % 4 == 0, used
+    (0, True, ['used'])
+    """
+
+    def __init__(self, value: float, on_use: Callable[[], None]) -> None:
+        self._value, self._on_use = value, on_use
+
+    def used(self) -> Any:
+        """Report a use, and return the number."""
+        self._on_use()
+        return self._value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(without_watch, args), **{name: without_watch(each) for name, each in (kwargs or {}).items()})
+
+    def __str__(self) -> str:
+        return str(self._value)
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self._value, spec)
+
+
+def without_watch(value: Any) -> Any:
+    """Return the number that a WatchedNumber stands for, which is a use of it; anything else as it is."""
+    if type(value) is WatchedNumber:
+        return value.used()
+    if type(value) in (tuple, list):
+        return type(value)(map(without_watch, value))
+    return value
+
+
+def _computing(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: WatchedNumber, *others: Any) -> Any:
+        if any(isinstance(other, Tensor) for other in others):
+            self.used()
+        values = [self._value, *(other._value if type(other) is WatchedNumber else other for other in others)]
+        result = function(*(reversed(values) if swapped else values))
+        return WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
+
+    return method
+
+
+def _using(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(self.used(), *map(without_watch, others))
+
+
+_COMPUTING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in _COMPUTING:
+    _function = getattr(operator, f"__{_name}__")
+    setattr(WatchedNumber, f"__{_name}__", _computing(_function))
+    setattr(WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "index"):
+    setattr(WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
+_CONVERSIONS: tuple[Callable[..., Any], ...] = (bool, int, float, hash, round)
+for _convert in _CONVERSIONS:
+    setattr(WatchedNumber, f"__{_convert.__name__}__", _using(_convert))
