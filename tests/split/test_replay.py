@@ -29,6 +29,7 @@ COUNTER = itertools.count()
 ARRAY = np.zeros(1)
 GENERATOR = torch.Generator()
 NUMPY_GENERATOR = np.random.default_rng(0)
+NUMPY_STATE = np.random.RandomState(0)
 COUNTING_TENSOR = torch.zeros(())
 TABLE = {"4": 2.0, "5": 3.0}
 
@@ -66,6 +67,22 @@ def own_numpy_generator(block: Block, x: Tensor) -> Tensor:
     return x * NUMPY_GENERATOR.random()
 
 
+def rare_branch_by_its_own_generator(block: Block, x: Tensor) -> Tensor:
+    return x if block.random.random() < 1e-9 else x.tanh()
+
+
+def rare_branch_by_a_numpy_generator(block: Block, x: Tensor) -> Tensor:
+    return x if NUMPY_GENERATOR.random() < 1e-9 else x.tanh()
+
+
+def rare_branch_by_a_numpy_state(block: Block, x: Tensor) -> Tensor:
+    return x if NUMPY_STATE.rand() < 1e-9 else x.tanh()
+
+
+def array_of_random_numbers(block: Block, x: Tensor) -> Tensor:
+    return x + torch.from_numpy(NUMPY_GENERATOR.random(8)).float()
+
+
 def new_numpy_generator(block: Block, x: Tensor) -> Tensor:
     return x * np.random.default_rng().random()
 
@@ -83,6 +100,26 @@ def counter_in_a_class(block: Block, x: Tensor) -> Tensor:
 def counter_in_itself(block: Block, x: Tensor) -> Tensor:
     block.calls += 1
     return x * block.calls
+
+
+def every_thousandth_call(block: Block, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x if block.calls % 1000 == 0 else x.tanh()
+
+
+def every_thousandth_call_by_a_global(block: Block, x: Tensor) -> Tensor:
+    COUNTS.calls += 1
+    return x if 0.5 * COUNTS.calls > 1000 else x.tanh()
+
+
+def number_that_grows_late(block: Block, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x * (block.calls // 1000 + 1)
+
+
+def rare_entry_of_an_array(block: Block, x: Tensor) -> Tensor:
+    ARRAY[0] += 1
+    return x if ARRAY[0] > 1000 else x.tanh()
 
 
 def iterator(block: Block, x: Tensor) -> Tensor:
@@ -161,7 +198,15 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
     shuffled: "random numbers of Python",
     numpy_number: "random numbers of numpy",
     numpy_branch: "random numbers of numpy",
-    own_numpy_generator: r"calls mul with 0\.\d+, and when run again .* it calls mul with 0\.\d+ at",
+    own_numpy_generator: "it uses random numbers of a numpy.Generator of its own",
+    rare_branch_by_its_own_generator: "it uses random numbers of a random.Random of its own",
+    rare_branch_by_a_numpy_generator: "it uses random numbers of a numpy.Generator of its own",
+    rare_branch_by_a_numpy_state: "it uses random numbers of a numpy.RandomState of its own",
+    array_of_random_numbers: "it uses random numbers of a numpy.Generator of its own",
+    every_thousandth_call: r"it uses 'calls', a number that changes from call to call at .* % 1000 == 0 else x.tanh\(\)",
+    every_thousandth_call_by_a_global: r"it uses 'calls', a number that changes .* 0.5 \* COUNTS.calls > 1000",
+    number_that_grows_late: r"it uses 'calls', a number that changes .* return x \* \(block.calls // 1000 \+ 1\)",
+    rare_entry_of_an_array: "it uses an array of numpy that it writes to: generated code would do what the trace did",
     new_numpy_generator: "with other random numbers it calls mul with",
     counter_in_a_global: r"calls mul with \d+, and when run again .* calls mul with \d+ at .*return x \* COUNTS.calls",
     counter_in_a_class: "calls mul with",
@@ -182,6 +227,7 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
     hook_on_several: "a hook on a tensor or on its grad_fn",
 }
 QUICK = {rare_branch, numpy_branch, counter_in_itself, exhausted, size_as_a_key, own_tensor, new_generator}
+QUICK |= {rare_branch_by_its_own_generator, every_thousandth_call, rare_entry_of_an_array}
 QUICK |= {counter_in_a_global, hook_on_a_node, set_state, earlier_result}
 
 
@@ -195,6 +241,7 @@ class Block(nn.Module):
         self.calls = 0
         self.earlier: Tensor | None = None
         self.plain = torch.zeros(())
+        self.random = random.Random(3)
         self.state = torch.get_rng_state()
         self.numbers: Iterator[int] = ones_once()
 
@@ -320,7 +367,15 @@ def updated(block: Block, x: Tensor) -> Tensor:
     return x.clone().add_(x.mean()).contiguous().to(x.dtype)
 
 
-@pytest.mark.parametrize("function", [kept_mask, noise, updated], ids=lambda f: f.__name__)
+def counted(block: Block, x: Tensor) -> Tensor:
+    """A count that is shown, and by which nothing is decided."""
+    block.calls += 1
+    COUNTS.calls = block.calls * 2 - 1
+    assert f"{block.calls} calls"
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [kept_mask, noise, updated, counted], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:the forward of")
 def test_what_is_the_same_in_every_run_is_cut(function: Callable[[Any, Tensor], Tensor]) -> None:
     """A table that is computed once and kept has the value that generated code computes in every call."""
@@ -329,6 +384,24 @@ def test_what_is_the_same_in_every_run_is_cut(function: Callable[[Any, Tensor], 
     pipe = pipeline(model, (X,), split_spec={"1.b": SplitPoint.BEGINNING})
     expected = run_uncut(uncut, fresh(CALL), 0)
     assert_same_run(run_apart(pipe, fresh(CALL), 0), expected, "run_apart", set())
+
+
+class CountsForItsLayer(nn.Module):
+    """Counts in its own forward, and a layer of it decides by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), Block(lambda block, x: x if COUNTS.calls > 1000 else x.tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTS.calls += 1
+        return self.b(self.a(x))
+
+
+def test_a_count_by_which_a_whole_module_decides() -> None:
+    """The layer runs its own code, and would wait for ever: generated code does not count."""
+    with pytest.raises(SplitError, match="it changes 'calls', a number by which 'b' decides, which is no operation"):
+        pipeline(CountsForItsLayer(), (X,), split_spec={"b": SplitPoint.BEGINNING})
 
 
 def test_noise_that_is_drawn_once_and_kept_is_refused() -> None:
