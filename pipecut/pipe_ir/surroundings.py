@@ -372,6 +372,13 @@ class Surroundings:
             elif not issubclass(cls, _PLAIN):
                 self._note_generator(value)
 
+    def with_more(self, roots: Iterable[Any]) -> Surroundings:
+        """Return a snapshot of all this, and of what else can be reached from some objects."""
+        more = Surroundings()
+        more._seen, more._copies, more.generators = dict(self._seen), list(self._copies), list(self.generators)
+        more.note(roots)
+        return more
+
     def _note_generator(self, value: Any) -> None:
         generator = _generator(value)
         if generator is not None and id(value) not in self._seen:

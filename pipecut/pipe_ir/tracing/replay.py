@@ -95,7 +95,6 @@ class Replayer:
         device: torch.device | None = None,
     ) -> None:
         self.runner, self.example, self.traced, self.inputs = runner, example, traced, inputs
-        self.surroundings = surroundings
         self.mode = fake_mode_with_numbers()
         self.numbers = Numbers()
         self.paths = {id(vars(module)): path for path, module in runner.named_modules()}
@@ -109,7 +108,8 @@ class Replayer:
             stand_in_for_meta(runner, (), self.mode, device=self._device)
         for module in runner.modules():
             self._watch(module)
-        surroundings.note(vars(module) for module in runner.modules())
+        # A snapshot apart, which ends with the runs: what it has of the copy are tensors that must not outlive them.
+        self.surroundings = surroundings.with_more(vars(module) for module in runner.modules())
 
     def run(self, apart: bool, originals: Mapping[int, Any]) -> Replays:
         """Return the runs, one after the other; those are left out in which the model raises for another reason.
