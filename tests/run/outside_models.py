@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,7 +39,8 @@ class World:
         self.tensor = torch.zeros((), dtype=torch.float64)
         self.stash: Any = None
         self.collected: list[Tensor] = []
-        self.config = SimpleNamespace(calls=0)
+        self.config = SimpleNamespace(calls=0, last=None)
+        self.log: list[str] = []
         OfClass.calls = 0
         table.cache_clear()
 
@@ -86,9 +86,12 @@ class Block(nn.Module):
         self.own_numpy = np.random.default_rng(index)
         self.numbers = itertools.cycle([1.0, 1.25, 1.5])
         self.array = np.zeros(1)
+        self.calls = 0
+        self.kept: list[Tensor] = []
         self.plain = torch.zeros((), dtype=torch.float64)
         self.others: list[Block] = []  # not submodules: a model refers to its layers in many ways
         self.seen: Tensor | None = None
+        self.hooked: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.change(self, torch.tanh(self.lin(x)))
@@ -127,6 +130,49 @@ def _count_in_config(block: Block) -> float:
 def _count_in_array(block: Block) -> float:
     block.array[0] += 1
     return float(block.array[0])
+
+
+def _count_in_itself(block: Block) -> float:
+    block.calls += 1
+    return block.calls
+
+
+def _third_call(count: Callable[[Block], float]) -> Callable[[Block, Tensor], Tensor]:
+    """Return a change that acts on every third call only, which no single run shows."""
+    return lambda block, y: y * 2 if count(block) % 3 == 0 else y
+
+
+def _rarely(draw: Callable[[Block], float]) -> Callable[[Block, Tensor], Tensor]:
+    return lambda block, y: y if block.log.outside(lambda: draw(block)) < 1e-3 else y * 1.5
+
+
+def _array_of_draws(block: Block, y: Tensor) -> Tensor:
+    drawn = block.log.outside(lambda: float(block.own_numpy.random()))
+    return y + torch.from_numpy(np.full(WIDTH, drawn))
+
+
+def _counts_for_others(block: Block, y: Tensor) -> Tensor:
+    WORLD.counts["told"] += 1
+    return y
+
+
+def _decides_by_count(block: Block, y: Tensor) -> Tensor:
+    return y * 2 if WORLD.counts["told"] > 2 else y
+
+
+def _logs(block: Block, y: Tensor) -> Tensor:
+    WORLD.log.append(block.name)
+    return y
+
+
+def _keeps_in_config(block: Block, y: Tensor) -> Tensor:
+    WORLD.config.last = y.mean()
+    return y
+
+
+def _keeps_in_list(block: Block, y: Tensor) -> Tensor:
+    block.kept.append(y.mean())
+    return y
 
 
 def _plain_tensor(block: Block, y: Tensor) -> Tensor:
@@ -222,6 +268,17 @@ KINDS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "count in a class": _counted(_count_in_class),
     "count in a config": _counted(_count_in_config),
     "count in an array": _counted(_count_in_array),
+    "every third call": _third_call(lambda block: _count_globally(block, block.name)),
+    "every third call, by its own count": _third_call(_count_in_itself),
+    "every third call, by an array": _third_call(_count_in_array),
+    "rarely, by its own generator": _rarely(lambda block: block.own_random.random()),
+    "rarely, by a numpy generator": _rarely(lambda block: float(block.own_numpy.random())),
+    "array of draws": _array_of_draws,
+    "counts for others": _counts_for_others,
+    "decides by the count": _decides_by_count,
+    "logs": _logs,
+    "keeps in a config": _keeps_in_config,
+    "keeps in a list": _keeps_in_list,
     "plain tensor": _plain_tensor,
     "assigned tensor": _assigned_tensor,
     "tensor of the module": _module_tensor,
@@ -244,6 +301,9 @@ KINDS: dict[str, Callable[[Block, Tensor], Tensor]] = {
 }
 
 
+USES_OTHERS = ("uses another block", "reads another block")
+
+
 class Net(nn.Module):
     """Blocks in a row; the last kind is that of the forward that is cut."""
 
@@ -251,10 +311,10 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(index, kind) for index, kind in enumerate(kinds))
         blocks: list[Any] = list(self.blocks)
-        for index, block in enumerate(blocks):
-            block.others = [*reversed(blocks[:index]), *blocks[index + 1 :]]
         self.root = Block(len(kinds), root)
-        self.root.others = blocks
+        for index, block in enumerate([*blocks, self.root]):
+            if block.kind in USES_OTHERS:
+                block.others = [*reversed(blocks[:index]), *blocks[index + 1 :]]
         self.loss_log = Log()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -297,6 +357,29 @@ def _with_attribute(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda y, t: F.mse_loss(y, t) + (0.0 if first.seen is None else first.seen)
 
 
+def _with_hooked(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
+    last: Any = model.blocks[-1]
+    last.register_forward_hook(lambda module, args, output: setattr(module, "hooked", output.square().mean()))
+    return lambda y, t: F.mse_loss(y, t) + (0.0 if last.hooked is None else last.hooked)
+
+
+def _with_list(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
+    kept: Any = [block.kept for block in model.blocks if isinstance(block, Block)]
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) + sum(0.1 * each.pop() for each in kept if each)
+
+    return loss
+
+
+def _with_config(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda y, t: F.mse_loss(y, t) + (0.0 if WORLD.config.last is None else WORLD.config.last)
+
+
+def _with_count(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda y, t: F.mse_loss(y, t) * (1 + WORLD.counts["told"] / 8)
+
+
 def _random_loss(model: Net) -> Callable[[Tensor, Tensor], Tensor]:
     log = model.loss_log
     return lambda y, t: F.mse_loss(y, t) * (1 + log.outside(random.random))
@@ -308,6 +391,10 @@ LOSSES: dict[str, Callable[[Net], Callable[[Tensor, Tensor], Tensor]]] = {
     "reads the stash": _with_stash,
     "reads what a hook collected": _with_collected,
     "reads an attribute": _with_attribute,
+    "reads what a hook set": _with_hooked,
+    "reads a list": _with_list,
+    "reads a config": _with_config,
+    "reads a count": _with_count,
     "random": _random_loss,
 }
 
@@ -332,22 +419,34 @@ class OutsideCase:
         return model, LOSSES[self.loss](model)
 
 
-LEAVING, READING = ("stashes", "remembers"), ("reads the stash", "reads an attribute")
+# Those that have to do with each other, so that they meet often.
+_TOGETHER: tuple[tuple[str, ...], ...] = (
+    ("stashes", "takes the stash", "reads the stash"),
+    ("remembers", "reads another block", "reads an attribute"),
+    ("counts for others", "decides by the count", "reads a count"),
+    ("shared count", "count in a class", "count in a config", "tensor of the module"),
+    ("keeps in a config", "count in a config", "reads a config"),
+    ("keeps in a list", "logs", "reads a list", "reads what a hook collected", "reads what a hook set"),
+    ("uses another block", "writes a parameter", "regularised"),
+    ("dropout", "noise", "seeds torch", "own torch generator", "layer dropped by python", "random"),
+)
 
 
-def leaves_for_the_loss(case: OutsideCase) -> bool:
-    """Return True if generated code may have to leave a tensor in an object of Python's that the loss reads.
+def random_cases(seed: int, number: int) -> list[OutsideCase]:
+    """Return different models with one to three unusual blocks among plain ones, the same for a seed."""
+    numbers = random.Random(seed)
+    found: dict[OutsideCase, None] = {}
+    while len(found) < number:
+        found[_random_case(numbers)] = None
+    return list(found)
 
-    That is not seen yet: the trace puts the object back as it was, and on ranks the loss finds nothing there.
-    """
-    cut = (case.root,) if case.cut == "between" else (case.root, *case.kinds)
-    return case.loss in READING and any(kind in LEAVING for kind in cut)
 
-
-def outside_cases() -> st.SearchStrategy[OutsideCase]:
-    """Return models with one to three unusual blocks among plain ones."""
-    kinds = st.lists(st.sampled_from(list(KINDS)), min_size=3, max_size=4).map(tuple)
-    rare = st.sampled_from(["plain", "plain", *KINDS])
-    losses = st.sampled_from(["plain", "plain", *LOSSES])
-    cases = st.builds(OutsideCase, kinds, rare, losses, st.sampled_from(CUTS), st.sampled_from(SCHEDULES))
-    return cases.filter(lambda case: not leaves_for_the_loss(case))
+def _random_case(numbers: random.Random) -> OutsideCase:
+    some = numbers.choice(_TOGETHER) if numbers.random() < 0.5 else (*KINDS, *LOSSES)
+    kinds, losses = [name for name in some if name in KINDS], [name for name in some if name in LOSSES]
+    blocks = ["plain"] * numbers.choice((3, 3, 4))
+    for _ in range(numbers.choice((1, 1, 2, 3))):
+        blocks[numbers.randrange(len(blocks))] = numbers.choice(kinds)
+    root = numbers.choice(kinds) if numbers.random() < 0.3 else "plain"
+    loss = numbers.choice(losses) if losses and numbers.random() < 0.5 else "plain"
+    return OutsideCase(tuple(blocks), root, loss, numbers.choice(CUTS), numbers.choice(SCHEDULES))

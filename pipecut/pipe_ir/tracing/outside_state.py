@@ -112,15 +112,27 @@ class StateWatch:
 
         return WatchedNumber(value, use)
 
-    def kept(self, originals: Mapping[int, Any], paths: Mapping[int, str]) -> Iterator[KeptValue]:
-        """Yield what was changed. `originals` has the user's object for the id of a copy, `paths` those of modules."""
+    def kept(
+        self, surroundings: Surroundings, originals: Mapping[int, Any], paths: Mapping[int, str]
+    ) -> Iterator[KeptValue]:
+        """Yield what was changed. `originals` has the user's object for the id of a copy, `paths` those of modules.
+
+        A list or dict is also what its own holder has under a name: somebody may put another one there.
+        """
+        changed = {id(self._places[number].holder) for number, _, _ in self._changes}
+        above: dict[int, list[tuple[Any, Any]]] = {}
+        for place, values in surroundings.places():
+            for name, value in values.items() if isinstance(values, dict) else [(None, values)]:
+                if id(value) in changed:
+                    above.setdefault(id(value), []).append((place.holder, name))
         for number, name, path in self._changes:
-            holder = self._places[number].holder
-            is_copied = id(holder) in originals
-            of_module = paths.get(id(holder))
-            original = None if of_module is not None else originals.get(id(holder), holder)
             used_by = frozenset(self._uses.get((number, name), ()))
-            yield KeptValue(path, original, name, of_module, is_copied or of_module is not None, used_by)
+            holder = self._places[number].holder
+            for each, its_name in ((holder, name), *above.get(id(holder), ())):
+                of_module = paths.get(id(each))
+                is_copied = of_module is not None or id(each) in originals
+                original = None if of_module is not None else originals.get(id(each), each)
+                yield KeptValue(path, original, its_name, of_module, is_copied, used_by)
 
 
 class WatchedNumber:

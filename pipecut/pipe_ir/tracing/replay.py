@@ -140,7 +140,7 @@ class Replayer:
         if after.error is not None:  # a number that is not one may go where nothing else can
             effects.append(Effect(self._recorder.path, f"{NUMBER} ({after.error})", is_use=True))
         effects += [Effect(path, "an array of numpy that it writes to", is_use=True) for path in watch.arrays_changed()]
-        return tuple(effects), tuple(watch.kept(originals, self.paths))
+        return tuple(effects), tuple(watch.kept(self.surroundings, originals, self.paths))
 
     def _together(self) -> Iterator[Replay]:
         """Yield one run that differs in several respects, or several runs if it fails."""

@@ -6,20 +6,21 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, seed, settings
+import torch.distributed as dist
 from torch import Tensor
 
 from pipecut import PipeError, SplitPoint, get_schedule_class, pipeline, random_streams
-from tests.run.outside_models import WIDTH, WORLD, OutsideCase, logs_of, outside_cases
+from tests.run.outside_models import WIDTH, WORLD, OutsideCase, logs_of, random_cases
 from tests.support.properties import examples
-from tests.support.ranks import Outcome, Ranks
+from tests.support.ranks import GROUP_TIMEOUT, Ranks
 
 STEPS, MICROBATCHES, ROWS = 2, 2, 6
 RATE = 0.1
@@ -33,6 +34,7 @@ class Training:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     log: dict[str, list[float]] = field(default_factory=dict)
     error: str = ""  # the first one, if it is one of pipecut's
+    failed: bool = False  # it was in a step
     steps: int = 0  # that ended without an error
 
 
@@ -47,9 +49,20 @@ def begin(step: int) -> None:
         seeding(step)
 
 
-def train_on_rank(rank: int, case: OutsideCase) -> Training:
-    """Cut the model and train it, in this process as one of two."""
+def train_on_rank(rank: int, cases: Sequence[OutsideCase]) -> list[Training]:
+    """Cut each model and train it, in this process as one of two."""
     warnings.simplefilter("ignore")
+    group: Any = None
+    found = []
+    for case in cases:
+        group = group or dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+        found.append(_train(rank, case, group))
+        if found[-1].failed:  # the connections are closed
+            group = dist.destroy_process_group(group)
+    return found
+
+
+def _train(rank: int, case: OutsideCase, group: dist.ProcessGroup) -> Training:
     WORLD.reset()
     begin(100 + rank)
     model, loss_fn = case.build()
@@ -62,10 +75,10 @@ def train_on_rank(rank: int, case: OutsideCase) -> Training:
             cut = {"split_spec": dict([place[case.cut]])}
         pipe = pipeline(model, (x[:3],), **cut)
     except PipeError as error:
-        made.error = str(error)
+        made.error = f"{type(error).__name__}: {error}"
         return made
     WORLD.reset()
-    stage = pipe.build_stage(rank, "cpu")
+    stage = pipe.build_stage(rank, "cpu", group)
     logs = logs_of(stage.submod) | {"loss": model.loss_log}
     for log in logs.values():
         log.values.clear()
@@ -74,12 +87,16 @@ def train_on_rank(rank: int, case: OutsideCase) -> Training:
     for step in range(STEPS):
         begin(step)
         losses: list[Tensor] = []
-        schedule.step(*((x,) if rank == 0 else ()), **({"target": y, "losses": losses} if rank == 1 else {}))
+        try:
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": y, "losses": losses} if rank == 1 else {}))
+        except PipeError as error:
+            made.error, made.failed = f"{type(error).__name__}: {error}", True
+            return made
         optimizer.step()
         optimizer.zero_grad()
         made.losses += [float(loss) for loss in losses]
         made.steps += 1
-    made.parameters = {name: parameter.detach() for name, parameter in stage.submod.named_parameters()}
+    made.parameters = {name: parameter.detach().clone() for name, parameter in stage.submod.named_parameters()}
     made.log = {name: log.values for name, log in logs.items() if log.values}
     return made
 
@@ -107,16 +124,12 @@ def train_uncut(case: OutsideCase, log: dict[str, list[float]]) -> Training:
     return made
 
 
-def verdict(case: OutsideCase, outcomes: list[Outcome]) -> str:
+def verdict(case: OutsideCase, found: Sequence[Training]) -> str:
     """Return "equal" or "error"; raise if the ranks have trained something else without a word."""
-    failed = [outcome for outcome in outcomes if outcome.failed]
-    if failed:
-        assert len(failed) == len(outcomes), f"{case}: one rank failed, the other did not: {outcomes}"
-        assert all(is_pipe_error(outcome) for outcome in failed), f"{case}: {failed}"
-        return "error"
-    found = [outcome.value for outcome in outcomes]
     if any(each.error for each in found):
         assert all(each.error for each in found), f"{case}: an error on one rank only: {found}"
+        assert all(each.steps == 0 for each in found), f"{case}: an error after the first step: {found}"
+        assert all(not each.failed or FROM_A_CHECK.search(each.error) for each in found), f"{case}: {found}"
         return "error"
     log = {name: values for each in found for name, values in each.log.items()}
     try:
@@ -132,11 +145,8 @@ def verdict(case: OutsideCase, outcomes: list[Outcome]) -> str:
     return "equal"
 
 
-def is_pipe_error(outcome: Outcome) -> bool:
-    """Return True if a step failed by a check of pipecut's: the first error, on whichever rank, is one of its own."""
-    return (
-        re.search(r"StepError: the step failed: rank \d failed [^\n]*: pipecut\.errors\.\w+:", str(outcome)) is not None
-    )
+# A step that failed by a check of pipecut's: the first error, on whichever rank, is one of its own.
+FROM_A_CHECK = re.compile(r"StepError: the step failed: rank \d failed [^\n]*: pipecut\.errors\.\w+:")
 
 
 @pytest.fixture(scope="module")
@@ -145,38 +155,54 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def check_cases(ranks: Ranks, number: int, begin_with: int) -> Counter[str]:
-    tally: Counter[str] = Counter()
-
-    @seed(begin_with)
-    @settings(max_examples=number)
-    @given(outside_cases())
-    def check(case: OutsideCase) -> None:
-        tally[verdict(case, ranks.outcomes(train_on_rank, case))] += 1
-
-    check()
+def check_cases(ranks: Ranks, cases: Sequence[OutsideCase]) -> Counter[str]:
+    trainings = zip(*ranks.run(train_on_rank, cases), strict=True)
+    verdicts = [_verdict_or_fault(case, found) for case, found in zip(cases, trainings, strict=True)]
+    tally = Counter(verdict for verdict in verdicts if verdict in ("equal", "error"))
+    faults = [verdict for verdict in verdicts if verdict not in tally]
+    assert not faults, "\n\n".join(faults)
     print(dict(tally))
     return tally
 
 
+def _verdict_or_fault(case: OutsideCase, found: Sequence[Training]) -> str:
+    try:
+        return verdict(case, found)
+    except AssertionError as fault:
+        return f"SILENT {fault}"
+
+
 @pytest.mark.distributed
 def test_models_that_act_outside_of_their_trace(ranks: Ranks) -> None:
-    tally = check_cases(ranks, examples(6), 0)
+    tally = check_cases(ranks, random_cases(0, examples(8)))
     assert set(tally) <= {"equal", "error"}
+
+
+PARTS, CASES = 40, 50  # together 2,000
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_many_of_them(ranks: Ranks, part: int) -> None:
-    tally = check_cases(ranks, 50, part)
+    tally = check_cases(ranks, random_cases(0, PARTS * CASES)[part::PARTS])
     assert tally["equal"] > 5
     assert tally["error"] > 5
 
 
-@pytest.mark.slow
+# Each was silently wrong once.
+STORIES = [
+    OutsideCase(("plain", "plain", "plain"), root="stashes", loss="reads the stash"),
+    OutsideCase(("remembers", "plain", "plain"), loss="reads an attribute"),
+    OutsideCase(("plain", "plain", "keeps in a list"), loss="reads a list"),
+    OutsideCase(("plain", "plain", "plain"), loss="reads what a hook set"),
+    OutsideCase(("plain", "plain", "plain"), root="counts for others", loss="reads a count"),
+    OutsideCase(("plain", "decides by the count", "plain"), root="counts for others"),
+    OutsideCase(("plain", "plain", "plain"), root="every third call"),
+    OutsideCase(("plain", "plain", "plain"), root="rarely, by its own generator"),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="what generated code leaves for the loss is not seen")
-def test_a_tensor_that_the_cut_forward_leaves_for_the_loss(ranks: Ranks) -> None:
-    case = OutsideCase(("plain", "plain", "plain"), root="stashes", loss="reads the stash")
-    verdict(case, ranks.outcomes(train_on_rank, case))
+def test_what_was_not_seen_before(ranks: Ranks) -> None:
+    assert check_cases(ranks, STORIES) == {"error": len(STORIES)}
