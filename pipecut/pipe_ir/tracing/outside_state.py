@@ -61,6 +61,9 @@ class StateWatch:
     >>> watch = StateWatch([place for place, _ in around.places()])
     >>> counts.calls += 1
     >>> watch.look("block")
+    >>> watch.begin_again()
+    >>> counts.calls += 1
+    >>> watch.look("block")
     >>> used: list[str] = []
     >>> watch.replace_numbers(lambda what: used.append(what) or "block")
     >>> counts.calls += 1
@@ -72,6 +75,8 @@ class StateWatch:
         self._places = list(places)
         self._now = [place.read() for place in self._places]
         self._changes: dict[tuple[int, Any, str], None] = {}
+        self._before: set[tuple[int, Any]] = set()  # changed in runs before this one
+        self._again: set[tuple[int, Any]] = set()  # and changed in this one too
         self._uses: dict[tuple[int, Any], set[str]] = {}
 
     def look(self, path: str) -> None:
@@ -80,19 +85,27 @@ class StateWatch:
             now = place.read()
             for name in _changed_names(self._now[number], now):
                 self._changes.setdefault((number, name, path))
+                if (number, name) in self._before:
+                    self._again.add((number, name))
             self._now[number] = now
 
+    def begin_again(self) -> None:
+        """Begin another run like the last: what does not change in it has settled, as the size of a cache."""
+        self._before = {(number, name) for number, name, _ in self._changes}
+
     def arrays_changed(self) -> Iterator[str]:
-        """Yield the modules that have written to an array."""
-        yield from (path for number, _, path in self._changes if isinstance(self._now[number], bytes))
+        """Yield the modules that write to an array in every run."""
+        for number, name, path in self._changes:
+            if isinstance(self._now[number], bytes) and (number, name) in self._again:
+                yield path
 
     def replace_numbers(self, on_use: Callable[[str], str]) -> None:
-        """Replace the numbers that were changed by others that report their uses.
+        """Replace the numbers that change in every run by others that report their uses.
 
         `on_use` gets what is used in words, and returns the path of the module that does so.
         """
         for number, place in enumerate(self._places):
-            names = {name for nth, name, _ in self._changes if nth == number}
+            names = {name for nth, name in self._again if nth == number}
             values = self._now[number]
             if isinstance(values, dict):
                 watched = {name: self._watched(values[name], number, name, on_use) for name in names & values.keys()}

@@ -130,10 +130,12 @@ class Replayer:
     def _outside_state(
         self, places: Collection[Place], originals: Mapping[int, Any]
     ) -> tuple[tuple[Effect, ...], tuple[KeptValue, ...]]:
-        """Find who changes some places and who decides by them: in a run from the begin, and in one after it."""
+        """Find who changes some places, and who decides by those that change in every run: in three runs in a row."""
         self.surroundings.restore()
         watch = StateWatch(places)
         self._run(self.sizes, 1, "from the begin", watch=watch)
+        watch.begin_again()
+        self._run(self.sizes, 1, "a second time in a row", watch=watch)
         watch.replace_numbers(lambda what: self._recorder.note_use(what))
         after = self._run(self.sizes, 1, "with watched numbers", watch=watch)
         effects = [effect for effect in after.history.effects if effect.is_use]
