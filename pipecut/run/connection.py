@@ -51,6 +51,7 @@ class Connection:
         self.failure_reports: FailureReports | None = None
         self._number = 0  # the ranks count their schedules alike
         self._calls = 0  # of this schedule, which they count alike too
+        self.step_number: int | None = None  # of the user's loop, if it is given
         self._agreed: StepError | None = None  # the failure of this call, if all ranks know of it
         self._running = threading.Lock()
         self.timeout = timeout
@@ -117,7 +118,12 @@ class Connection:
 
     def share(self, kind: int, source: int, numbers: list[int] | None) -> list[int]:
         """Return the numbers of one rank on all; `numbers` is None elsewhere."""
-        return _share(self.transports, _Call(kind, self._number, self._calls), source, numbers)
+        position = _NO_NUMBER if self.step_number is None else self.step_number
+        if not isinstance(position, int):
+            raise InputError(
+                f"schedule.step_number is {position!r}: set it to the number of the batch, an int, or None"
+            )
+        return _share(self.transports, _Call(kind, self._number, self._calls, position), source, numbers)
 
     def exchange(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """Return the facts of every rank, in their order; all of them call this at the same time."""
@@ -222,7 +228,8 @@ CALLS = {
     NORM: "get_total_norm()",
     CLIP: "clip_grad_norm_()",
 }
-_HEADER = 4  # numbers that say which call it is, and how many follow
+_HEADER = 5  # numbers that say which call it is, and how many follow
+_NO_NUMBER = -1 << 62  # of a step, where the user gives none
 _SIZE = 256  # numbers in the first message, which is the last for up to some eighty microbatches
 
 
@@ -232,6 +239,12 @@ class _Call(NamedTuple):
     kind: int
     schedule: int
     number: int
+    position: int = _NO_NUMBER  # of the step in the user's loop
+
+    @property
+    def at(self) -> str:
+        """The step of the user's loop in words."""
+        return "a step without a step_number" if self.position == _NO_NUMBER else f"step {self.position}"
 
     def __str__(self) -> str:
         return f"{CALLS.get(self.kind, 'something else')} of schedule {self.schedule}"
@@ -245,21 +258,28 @@ def _share(transports: Sequence[Transport], call: _Call, source: int, numbers: l
     sent = None if numbers is None else [*call, len(numbers), *numbers]
     first = None if sent is None else (sent + [0] * _SIZE)[:_SIZE]
     shared = [transport.share(source, first, _SIZE) for transport in transports][-1]
-    other = _Call(*shared[:3])
+    other = _Call(*shared[: _HEADER - 1])
     if other[:2] != call[:2]:
         raise PipeError(
             f"rank {source} called {other}, and this rank {call}: make the same calls in the same order on every rank"
+        )
+    if other.position != call.position:
+        raise PipeError(
+            f"rank {source} is at {other.at} of its loop, and this rank at {call.at}, by schedule.step_number: one of "
+            "them has skipped a step, or made one more, and would train on another batch; let every rank make the same "
+            "steps, with the same step_number"
         )
     if other != call:
         raise PipeError(
             f"rank {source} called {other} as its call {other.number}, and this rank as its call {call.number}: one of "
             "them has skipped a call, or made one more; make the same calls in the same order on every rank"
         )
-    left = _HEADER + shared[3] - _SIZE
+    count = shared[_HEADER - 1]
+    left = _HEADER + count - _SIZE
     if left > 0:
         rest = None if sent is None else sent[_SIZE:]
         shared = shared + [transport.share(source, rest, left) for transport in transports][-1]
-    return shared[_HEADER : _HEADER + shared[3]]
+    return shared[_HEADER : _HEADER + count]
 
 
 # Checks of stages.

@@ -67,6 +67,10 @@ class PipelineSchedule(HoldsStages, HasAgreement):
       torch.distributed: see `pipecut.run.Transport`.
     - `random_numbers` says what dropout and the like draw from: see below.
 
+    Ranks count their calls, and compare the counts at each. A rank that skips a batch in its loop makes as many calls
+    as the others do, only for other batches: set `schedule.step_number` to the number of the batch before each call, on
+    every rank, and a step with different batches is an error that names both. It costs no further message.
+
     Values that are not means over samples, such as how evenly a router of experts spreads a batch, are those of each
     microbatch, as where gradients are accumulated without a pipeline.
 
@@ -155,6 +159,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
         self._observer: Observer | None = None
         self.count_tokens: TokenCounter | None = None
         self.tracing = False  # True: note the times of actions, for trace()
+        self.step_number: int | None = None  # the number of the batch in your loop, which all ranks compare
         self._use(plan)
 
     @staticmethod
@@ -321,6 +326,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
         return self._meter.metrics()
 
     def _run(self, given: Given) -> Any:
+        self._connection.step_number = self.step_number
         self._connection.begin_call(STEP if given.training else EVAL)
         try:
             with self._connection.reporting():

@@ -294,3 +294,11 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
     with pytest.raises(InputError, match=f"timeout must be a number of seconds above 0, got {timeout}"):
         Schedule1F1B(stage, 1, F.mse_loss, timeout=timeout)
+
+
+def test_a_step_number_is_a_whole_number() -> None:
+    stages = [PipelineStage(nn.Linear(2, 2), index, 2, "cpu") for index in range(2)]
+    schedule = Schedule1F1B(stages, 2, F.mse_loss)
+    schedule.step_number = 0.5  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"schedule.step_number is 0.5: set it to the number of the batch, an int, or"):
+        schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))

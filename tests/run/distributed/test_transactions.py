@@ -174,3 +174,11 @@ def test_a_rank_that_has_made_one_call_more() -> None:
         for told in ranks.run(cases.counts_apart):
             assert "rank 0 called step() of schedule 1 as its call 2, and this rank as its call 3" in told
             assert "one of them has skipped a call, or made one more" in told
+
+
+def test_a_rank_that_skips_a_batch_of_its_loop() -> None:
+    """It pairs its next call with the others' current one: as many calls, and a target of another batch."""
+    with Ranks(2) as ranks:
+        for told in ranks.run(cases.skips_a_batch):
+            assert "rank 0 is at step 1 of its loop, and this rank at step 2, by schedule.step_number" in told
+            assert "one of them has skipped a step, or made one more" in told

@@ -288,6 +288,20 @@ def counts_apart(rank: int) -> str:
     return error_of(lambda: step(party, schedule, party.y))
 
 
+def skips_a_batch(rank: int) -> str:
+    """Rank 1 goes on to the next batch where rank 0 does not."""
+    party = Party(rank, 2, traced=False)
+    schedule = party.schedule()
+    for number in range(3):
+        if (rank, number) == (1, 1):
+            continue
+        schedule.step_number = number
+        told = error_of(lambda: step(party, schedule, party.y))
+        if told != "none":
+            return told
+    return "no error"
+
+
 def observes_badly(rank: int) -> str:
     """A custom function fails in the last action of one rank."""
     party = Party(rank, 2, traced=False)
