@@ -208,9 +208,14 @@ def _attribute(value: object, name: str) -> Any:
         return _ABSENT
 
 
+def attributes_of(value: object) -> Any:
+    """Return the dict in which an object has its attributes, if it has one."""
+    return _attribute(value, "__dict__")
+
+
 def _parts_of_object(value: Any) -> Iterator[Any]:
     yield type(value)
-    yield _attribute(value, "__dict__")
+    yield attributes_of(value)
     yield from _slots(value).values()
 
 

@@ -51,7 +51,7 @@ class Connection:
         self.failure_reports: FailureReports | None = None
         self._number = 0  # the ranks count their schedules alike
         self._calls = 0  # of this schedule, which they count alike too
-        self.step_number: int | None = None  # of the user's loop, if it is given
+        self._step_number: int | None = None  # of the user's loop, if it is given
         self._agreed: StepError | None = None  # the failure of this call, if all ranks know of it
         self._running = threading.Lock()
         self.timeout = timeout
@@ -95,8 +95,11 @@ class Connection:
         """The ranks that are here."""
         return [transport.rank for transport in self.transports]
 
-    def begin_call(self, kind: int) -> None:
-        """Begin a step or an evaluation; raise if another is running, or the ranks cannot reach each other."""
+    def begin_call(self, kind: int, step_number: int | None = None) -> None:
+        """Begin a step or an evaluation; raise if another is running, or the ranks cannot reach each other.
+
+        `step_number` is that of the user's loop, if it is given, which the ranks compare.
+        """
         if not self._running.acquire(blocking=False):
             raise PipeError(
                 f"{CALLS[kind]} was called while a step or an evaluation over the same ranks was running: in another "
@@ -110,6 +113,7 @@ class Connection:
             self._running.release()
             raise
         self._calls += 1
+        self._step_number = step_number
 
     def end_call(self) -> None:
         """Let the next call begin."""
@@ -118,7 +122,7 @@ class Connection:
 
     def share(self, kind: int, source: int, numbers: list[int] | None) -> list[int]:
         """Return the numbers of one rank on all; `numbers` is None elsewhere."""
-        position = _NO_NUMBER if self.step_number is None else self.step_number
+        position = _NO_NUMBER if self._step_number is None else self._step_number
         if not isinstance(position, int):
             raise InputError(
                 f"schedule.step_number is {position!r}: set it to the number of the batch, an int, or None"

@@ -48,10 +48,21 @@ class Isolation:
         self._in_process = in_process
         self._origin = stages[0].origin
         self._loss_fn = loss_fn
-        self.is_due = not in_process
-        self.is_checked = False  # that loss_fn uses nothing which stages do not keep for it
+        self._is_due = not in_process
+        self._is_checked = False  # that loss_fn uses nothing which stages do not keep for it
 
-    def check_loss_fn(self) -> None:
+    def begin(self, executors: Iterable[Executor], *, training: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a step: of a training step that is watched, one that raises if stages leave their rank.
+
+        Here is all that may fail: what hooks and closures lead to is looked for in objects of any kind.
+        """
+        if not self._is_checked:
+            self._check_loss_fn()
+        if not training or not self._is_due:
+            return contextlib.nullcontext()
+        return self._watching([(executor, self._watch_of(executor)) for executor in executors])
+
+    def _check_loss_fn(self) -> None:
         """Raise if loss_fn uses what a forward changes in objects of Python's, and stages do not: once."""
         origin = self._origin
         model = None if origin is None else origin.model
@@ -61,18 +72,11 @@ class Isolation:
                 slot = state.slot_of(kept.holder_in(model), kept.name)
                 if slot is not None:
                     raise IsolationError(_KEPT.format(place=slot.of(str(kept.name)), who=kept.who(model)))
-        self.is_checked = True
+        self._is_checked = True
 
     def ask(self) -> None:
         """Let the next training step be watched."""
-        self.is_due = True
-
-    def watching(self, executors: Iterable[Executor]) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a step in which stages that leave their rank raise an error.
-
-        Here is all that may fail: what hooks and closures lead to is looked for in objects of any kind.
-        """
-        return self._watching([(executor, self._watch_of(executor)) for executor in executors])
+        self._is_due = True
 
     @contextlib.contextmanager
     def _watching(self, watches: Sequence[tuple[Executor, _Watch]]) -> Iterator[None]:
@@ -85,7 +89,7 @@ class Isolation:
         finally:
             for executor, handlers in usual:
                 executor.handlers.update(handlers)
-        self.is_due = False
+        self._is_due = False
 
     def _watch_of(self, executor: Executor) -> _Watch:
         origin = self._origin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -326,8 +325,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
         return self._meter.metrics()
 
     def _run(self, given: Given) -> Any:
-        self._connection.step_number = self.step_number
-        self._connection.begin_call(STEP if given.training else EVAL)
+        self._connection.begin_call(STEP if given.training else EVAL, self.step_number)
         try:
             with self._connection.reporting():
                 states = self._states(given)
@@ -335,10 +333,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
                 self._meter.begin(some.samples, given, self.count_tokens)
                 self._forms.use(some.form)
                 runner = self._runner(given.training, len(some.samples), some.form)
-                if not self._isolation.is_checked:
-                    self._isolation.check_loss_fn()
-                watches = given.training and self._isolation.is_due
-                watching = self._isolation.watching(runner.executors) if watches else contextlib.nullcontext()
+                watching = self._isolation.begin(runner.executors, training=given.training)
             with watching:
                 trains = self._run_actions(runner, states, given)  # reports what goes wrong by itself
             with self._connection.reporting(END, lambda: restore_gradients(states.values())):

@@ -6,6 +6,8 @@ import collections
 import contextlib
 import functools
 import random
+import sys
+import sysconfig
 import threading
 import types
 import warnings
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from pipecut import PipeError, SplitPoint, pipeline
 from pipecut.errors import TraceError
+from pipecut.pipe_ir.surroundings import Surroundings
 from pipecut.pipe_ir.untouched import left_as_it_was
 from pipecut.torch_internals import FakeTensor, FakeTensorMode
 
@@ -348,3 +351,46 @@ def test_a_failed_trace_leaves_nothing_behind() -> None:
     with pytest.raises(TraceError, match="no luck"):
         pipeline(nn.Sequential(Failing()), (torch.ones(4, 4),), num_stages=1)
     assert MASKS == {}
+
+
+ARRAY = np.zeros(2)
+
+
+def test_arrays_and_generators_are_as_they_were() -> None:
+    """Of all kinds; those of the system have no state."""
+    generators: list[Any] = [np.random.RandomState(1), np.random.PCG64(1), random.Random(1), random.SystemRandom()]
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ARRAY[0] += 1
+            return x + generators[0].rand() + generators[1].random_raw() + generators[2].random() + ARRAY.sum()
+
+    expected = np.random.RandomState(1).rand(), np.random.PCG64(1).random_raw(), random.Random(1).random()
+    with left_as_it_was(Draws(), always=True), FakeTensorMode(allow_non_fake_inputs=True):
+        Draws()(torch.ones(2))
+    assert (generators[0].rand(), generators[1].random_raw(), generators[2].random()) == expected
+    assert ARRAY.tolist() == [0, 0]
+
+
+def installed(name: str, **names: Any) -> types.ModuleType:
+    """Return a module as if it were installed, with a function that keeps values in a dict of its own."""
+    module = types.ModuleType(name)
+    vars(module).update(__file__=f"{sysconfig.get_paths()['purelib']}/{name}.py", **names)
+    exec("KEPT = {}\ndef keep(value): return KEPT.setdefault('value', value)", vars(module))
+    sys.modules[name] = module
+    return module
+
+
+@pytest.mark.parametrize("knows_torch", [True, False])
+def test_installed_packages_are_looked_at_if_they_know_torch(knows_torch: bool) -> None:
+    """Large ones that do not (parsers, test tools) hold no tensors of a model: looking at them takes time."""
+    name = f"some_package_{knows_torch}"
+    package = installed(name, **({"torch": torch} if knows_torch else {}))
+    try:
+        around = Surroundings()
+        around.note([package.keep])
+        package.keep(3)
+        around.restore()
+        assert ({} if knows_torch else {"value": 3}) == package.KEPT
+    finally:
+        del sys.modules[name]

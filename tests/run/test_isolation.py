@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import Schedule1F1B, SplitPoint, pipeline
+from pipecut.errors import IsolationError
 from tests.run.distributed.isolation_cases import CASES, batch, net
 from tests.support.training import Problem, assert_same_gradients, assert_trains_as_uncut, gradients_of
 
@@ -163,6 +165,91 @@ def test_what_the_loss_needs_is_returned() -> None:
     schedule, (x, y) = schedule_of(model, loss_fn, "layers.2"), batch()
     schedule.check_isolation()
     assert_trains_as_uncut(schedule, Problem(model, (x,), y, loss_fn))
+
+
+KEPT: list[Tensor] = []
+STATISTICS = SimpleNamespace(mean=None, calls=0)
+
+
+class Keeps(nn.Module):
+    """Keeps something of its output for the loss: in a list, in an object, in an attribute of its own."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second, self.where = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), where
+        self.own: list[Tensor] = KEPT
+        self.mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        if self.where == "a list":
+            KEPT.append(y.mean())
+        elif self.where == "an object":
+            STATISTICS.mean = y.mean()
+        elif self.where == "a count":
+            STATISTICS.calls += 1
+        elif self.where == "its own list":
+            self.own.append(y.mean())
+        else:
+            self.mean = y.mean()
+        return y
+
+
+def loss_by_list(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) + sum(KEPT)
+
+
+def loss_by_object(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) * (1 if STATISTICS.mean is None else STATISTICS.mean + STATISTICS.calls)
+
+
+CUT, COPIED = (
+    "it is cut, and the generated code does not do that",
+    "a stage runs a copy of that module, and changes the",
+)
+LEFT = {
+    "a list": (loss_by_list, "'KEPT' in .*test_isolation, which the forward of Keeps changes: " + CUT),
+    "an object": (loss_by_object, "'mean' of 'STATISTICS' in .*, which the forward of Keeps changes: " + CUT),
+    "a count": (loss_by_object, "'calls' of 'STATISTICS' in .*, which the forward of Keeps changes: " + CUT),
+    "its own list": (loss_by_list, "'KEPT' in .*, which the forward of Keeps changes: " + COPIED),
+    "itself": (None, "'mean' of .*, which the forward of Keeps changes: " + COPIED),
+}
+
+
+@pytest.mark.parametrize("where", LEFT)
+@pytest.mark.filterwarnings("ignore:the forward of")
+def test_a_loss_that_uses_what_a_forward_keeps(where: str) -> None:
+    """It found what was there before the trace, in every step: a regularisation by what layers collect was lost."""
+    KEPT.clear()
+    STATISTICS.mean, STATISTICS.calls = None, 0
+    model, (x, y) = Keeps(where), batch()
+    loss_fn, told = LEFT[where]
+    if loss_fn is None:
+        loss_fn = lambda output, target: F.mse_loss(output, target) + model.mean  # noqa: E731
+    schedule = schedule_of(model, loss_fn, "second")
+    for _ in range(2):
+        with pytest.raises(IsolationError, match=f"loss_fn uses {told}.*Let the model return what loss_fn needs"):
+            schedule.step(x, target=y)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of")
+def test_what_a_forward_keeps_and_the_loss_does_not_use() -> None:
+    """A cache, or a count for a log: no reason for an error."""
+    model, (x, y) = Keeps("an object"), batch()
+    assert_trains_as_uncut(schedule_of(model, F.mse_loss, "second"), Problem(model, (x,), y, F.mse_loss))
+
+
+def test_a_loss_that_uses_what_a_hook_sets_in_the_model() -> None:
+    """A hook gets the stage's copy of the module, and the loss looks at the model."""
+    model, (x, y) = net(), batch()
+    model[3].register_forward_hook(lambda module, args, output: setattr(module, "mean", output.mean()))
+    schedule = schedule_of(model, lambda output, target: F.mse_loss(output, target) + getattr(model[3].mean, "real", 0))
+    model[3].mean = None
+    schedule.check_isolation()
+    with pytest.raises(
+        RuntimeError, match="stage 1 changes 'mean' of .* in 1F0, which loss_fn uses as that of the mod"
+    ):
+        schedule.step(x, target=y)
 
 
 def test_a_model_that_is_gone_is_not_watched() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...torch_internals import buffers_of, parameters_of
-from ..surroundings import Place, Surroundings
+from ..surroundings import Place, Surroundings, attributes_of
 from .events import KeptValue
 
 
@@ -130,14 +130,14 @@ class StateWatch:
     ) -> Iterator[KeptValue]:
         """Yield what was changed. `originals` has the user's object for the id of a copy, `paths` those of modules.
 
-        A list or dict is also what its own holder has under a name: somebody may put another one there.
+        A list, dict or object is also what its own holder has under a name: somebody may put another one there.
         """
         changed = {id(self._places[number].holder) for number, _, _ in self._changes}
         above: dict[int, list[tuple[Any, Any]]] = {}
         for place, values in surroundings.places():
             for name, value in values.items() if isinstance(values, dict) else [(None, values)]:
-                if id(value) in changed:
-                    above.setdefault(id(value), []).append((place.holder, name))
+                for number in changed & {id(value), id(attributes_of(value))}:
+                    above.setdefault(number, []).append((place.holder, name))
         for number, name, path in self._changes:
             used_by = frozenset(self._uses.get((number, name), ()))
             holder = self._places[number].holder

@@ -197,6 +197,7 @@ STORIES = [
     OutsideCase(("plain", "plain", "keeps in a list"), loss="reads a list"),
     OutsideCase(("plain", "plain", "plain"), loss="reads what a hook set"),
     OutsideCase(("plain", "plain", "plain"), root="counts for others", loss="reads a count"),
+    OutsideCase(("plain", "plain", "plain"), root="keeps in a config", loss="reads a config"),
     OutsideCase(("plain", "decides by the count", "plain"), root="counts for others"),
     OutsideCase(("plain", "plain", "plain"), root="every third call"),
     OutsideCase(("plain", "plain", "plain"), root="rarely, by its own generator"),
