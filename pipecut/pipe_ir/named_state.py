@@ -23,7 +23,7 @@ _COLLECTIONS = (list, dict, set, collections.OrderedDict, collections.defaultdic
 
 
 @dataclass(frozen=True)
-class Slot:
+class _Slot:
     """A place whose values can change: `names` are those of the values in `holder`, if they have some."""
 
     told: str
@@ -51,7 +51,7 @@ class NamedState:
 
     def __init__(self, function: object, called: str, *, plain: bool = False) -> None:
         self._plain = plain
-        self.slots: list[Slot] = []
+        self.slots: list[_Slot] = []
         seen: dict[tuple[int, frozenset[str]], object] = {}  # other code may name other attributes of an object
         waiting: list[_Found] = [] if function is None else [_Found(function, called, frozenset())]
         while waiting:
@@ -72,7 +72,7 @@ class NamedState:
                 moved.slots.append(replace(slot, holder=vars(part), read=read))
         return moved
 
-    def slot_of(self, holder: object, name: object) -> Slot | None:
+    def slot_of(self, holder: object, name: object) -> _Slot | None:
         """Return the slot with a value of a holder."""
         return next((slot for slot in self.slots if slot.holder is holder and _names(slot, name)), None)
 
@@ -141,7 +141,7 @@ class NamedState:
                 yield _Found(vars(part)[name], f"{name!r} of {told}", names)
 
     def _add(self, told: str, holder: Any, read: Callable[[], list[Any]], names: Collection[str] = ()) -> None:
-        self.slots.append(Slot(told, holder, read, tuple(names)))
+        self.slots.append(_Slot(told, holder, read, tuple(names)))
 
 
 class _Found(NamedTuple):
@@ -152,7 +152,7 @@ class _Found(NamedTuple):
     names: frozenset[str]
 
 
-def _names(slot: Slot, name: object) -> bool:
+def _names(slot: _Slot, name: object) -> bool:
     return not slot.names or name in slot.names
 
 
