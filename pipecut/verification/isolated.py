@@ -89,7 +89,7 @@ def run_isolated(
         apart.memories.switch(_UNCUT)
         uncut = run_uncut(model, inputs.copied(), stages.stages[0].select_output)
         check_finite(uncut)
-        is_random = state.drew_random_numbers()
+        is_random = state.drew_random_numbers() and inputs.parts is None
         later = _descend_uncut(model, inputs, uncut, stages.stages[0].select_output)
         apart.memories.switch(None)
         state.begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -13,12 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..pipe_ir import flatten, map_leaves
-from ..run import PlannedSchedule
+from ..pipe_ir import PipeInfo, flatten, map_leaves
+from ..run import PlannedSchedule, cut_traced
+from ..stage import merge_chunks, random_streams
 from ..text import shape_text
 from .stages import BufferPlace, Call, PlannedStages
 
 _Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class InMicrobatches:
+    """The way in which the uncut model draws the random numbers that its stages draw: its forward runs in microbatches.
+
+    The loss is that of the whole batch, and there is one backward.
+    """
+
+    info: PipeInfo
+    microbatches: int
+    specs: tuple[Any, Any]
+    merge_spec: Any
+
+    def output(self, model: nn.Module, call: Call, select_output: Callable[[Any], Any]) -> Any:
+        """Return the merged output of a call."""
+        calls = cut_traced(self.info.call, *call, self.microbatches, self.specs, fewer=True)
+        streams = random_streams(len(calls.samples), next((each.device for each in model.parameters()), "cpu"))
+        outputs = []
+        for args, kwargs, stream in zip(calls.args, calls.kwargs, streams, strict=True):
+            with stream:
+                outputs.append(select_output(model(*args, **kwargs)))
+        if len(outputs) == 1:
+            return outputs[0]
+        rows = [set(sizes) for sizes in calls.sizes]
+        return merge_chunks(outputs, self.merge_spec, calls.samples, rows=rows, in_order=calls.made.in_order)
 
 
 @dataclass(frozen=True)
@@ -29,6 +56,7 @@ class StepInputs:
     target: Any
     loss_fn: Callable[..., Tensor] | None
     loss_kwargs: Mapping[str, Any]
+    parts: InMicrobatches | None = None  # None: the uncut model runs on the whole batch
 
     def copied(self) -> StepInputs:
         """Return the same inputs with copies of their tensors, which a run may write to."""
@@ -42,7 +70,7 @@ class StepInputs:
             return copies[id(leaf)]
 
         args, kwargs, target = map_leaves(copy_of, (tuple(self.call[0]), dict(self.call[1]), self.target))
-        return StepInputs((args, kwargs), target, self.loss_fn, self.loss_kwargs)
+        return replace(self, call=(args, kwargs), target=target)
 
     def input_gradients(self) -> _Gradients:
         """Return the gradients of the arguments that require one, after a run."""
@@ -75,7 +103,10 @@ def run_uncut(model: nn.Module, inputs: StepInputs, select_output: Callable[[Any
     before = _buffers_of(model)
     args, kwargs = inputs.call
     with torch.set_grad_enabled(inputs.loss_fn is not None):
-        output = select_output(model(*args, **kwargs))
+        if inputs.parts is None:
+            output = select_output(model(*args, **kwargs))
+        else:
+            output = inputs.parts.output(model, inputs.call, select_output)
         loss = None if inputs.loss_fn is None else _loss(inputs, output)
     if loss is not None and loss.requires_grad:
         torch.autograd.backward([loss])
@@ -113,8 +144,8 @@ def check_finite(uncut: StepResult) -> None:
 
 def schedule_of(stages: PlannedStages, inputs: StepInputs, options: Mapping[str, Any]) -> PlannedSchedule:
     """Return the schedule that runs the stages."""
-    # In one process, with one microbatch, the stages then draw what the uncut model draws.
-    options = {"random_numbers": "per_process", **options}
+    # In one process, with one microbatch, the stages of modules cut by hand then draw what the uncut model draws.
+    options = {"random_numbers": "per_process" if inputs.parts is None else "as_uncut", **options}
     return PlannedSchedule(stages.stages, stages.plan, inputs.loss_fn, **options)
 
 

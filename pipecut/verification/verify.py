@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from .report import (
     plain,
     tolerance_for,
 )
-from .runs import SavedState, StepInputs, StepResult, check_finite, run_cut, run_uncut, schedule_of
+from .runs import InMicrobatches, SavedState, StepInputs, StepResult, check_finite, run_cut, run_uncut, schedule_of
 from .stages import (
     HeldParameter,
     Naming,
@@ -91,9 +91,13 @@ def verify(
     `scale_grads=False` for a loss that sums.
 
     The tolerance is a part of the largest element of what is compared, by the shortest dtype that takes part: 1e-11 for
-    float64, 1e-5 for float32, 1e-2 for float16, 5e-2 for bfloat16. `rtol` and `atol` replace it. Microbatches draw
-    other random numbers than the whole batch, and have other batch statistics. So a model with dropout or batch
-    normalisation in training mode differs: compare it in eval mode or, in one process, with n_microbatches=1.
+    float64, 1e-5 for float32, 1e-2 for float16, 5e-2 for bfloat16. `rtol` and `atol` replace it. Microbatches have
+    other batch statistics than the whole batch: a model with batch normalisation in training mode differs, unless it is
+    compared in eval mode or with n_microbatches=1. Of a traced model in training mode that draws random numbers, such
+    as dropout, the uncut forward of a training step runs microbatch by microbatch too, under
+    `pipecut.random_streams()`, so that it draws what the stages draw; the loss is that of the whole batch. Without a
+    loss_fn, and in modules that you cut by hand, the stages draw other numbers than the uncut model, unless there is
+    one microbatch, in one process.
 
     >>> from pipecut import pipeline
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -109,6 +113,7 @@ def verify(
     stages = planned_stages(pipe_or_stages, inputs.call, ScheduleRequest(schedule, n_microbatches, ranks, specs))
     if loss_fn is not None and not stages.plan.training:
         raise InputError(f"{stages.plan.name} has no backward pass: leave out loss_fn, and the outputs are compared")
+    inputs = replace(inputs, parts=_parts(stages, model, inputs, schedule_options))
     held = _prepare_on_all_ranks(stages, model, inputs, lambda: match_parameters(stages.stages, model, names))
     isolates = isolated and loss_fn is not None and not stages.is_distributed
     obstacle = obstacle_to_isolation(stages.stages) if isolates else ""
@@ -125,6 +130,29 @@ def verify(
     return verification
 
 
+def _parts(
+    stages: PlannedStages, model: nn.Module, inputs: StepInputs, options: Mapping[str, Any]
+) -> InMicrobatches | None:
+    """Return how the uncut model draws what the stages draw; None if it draws nothing, or stages draw their own."""
+    first = stages.stages[0]
+    info = first.pipe_info if first.variants is None else first.variants.info(first.variants.number_for(*inputs.call))
+    draws = info is not None and info.is_random and model.training and inputs.loss_fn is not None
+    if info is None or not draws or options.get("random_numbers") not in _AS_UNCUT:
+        return None
+    specs = (options.get("args_chunk_spec"), options.get("kwargs_chunk_spec"))
+    return InMicrobatches(info, stages.plan.microbatches, specs, options.get("output_merge_spec"))
+
+
+_AS_UNCUT = (None, "as_uncut")
+_SEED = 0  # of both runs on ranks, each of which has random numbers of its own
+
+
+def _begin(state: SavedState, stages: PlannedStages) -> None:
+    state.begin()
+    if stages.is_distributed:
+        torch.manual_seed(_SEED)
+
+
 def _run_together(
     stages: PlannedStages,
     model: nn.Module,
@@ -136,12 +164,12 @@ def _run_together(
     """Run one step of each: stages on ranks of their own, or all of them in the memory of this process."""
     state = SavedState([model, *(stage.submod for stage in stages.stages)])
     try:
-        state.begin()
+        _begin(state, stages)
         # A copy that shares the model's tensors: attributes that the forward sets are the copy's.
         uncut = run_uncut(clone(model), inputs.copied(), stages.stages[0].select_output)
         check_finite(uncut)
-        is_random = state.drew_random_numbers()
-        state.begin()
+        is_random = state.drew_random_numbers() and inputs.parts is None
+        _begin(state, stages)
         schedule = schedule_of(stages, inputs, options)
         cut = run_cut(schedule, stages, inputs.copied(), match_buffers(stages.stages, model))
         tolerance = _tolerance(model, uncut, stages, limits)
@@ -335,7 +363,7 @@ class _ComparedSteps:
     model: nn.Module
     cut: StepResult
     uncut: StepResult
-    is_random: bool  # the uncut model drew random numbers
+    is_random: bool  # the uncut model drew random numbers, and not those that the stages draw
     scales_gradients: bool
     tolerance: Tolerance
     found: _RankDifferences  # in the first step

@@ -384,16 +384,36 @@ def test_a_sum_as_loss_is_recognised() -> None:
 # ------------------------------------------------------------------ what microbatches change
 
 
-def test_dropout_is_told_apart() -> None:
-    model, (x, y) = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3))), batch()
+def with_dropout() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3)))
+
+
+def test_dropout_draws_what_the_stages_draw() -> None:
+    """Whoever has dropout had to verify in eval mode, and saw nothing of the dropout."""
+    model, (x, y) = with_dropout(), batch()
     pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
-    found = verify(pipe, model, (x,), target=y, loss_fn=mse, check=False)
+    for options in ({}, {"isolated": False}, {"n_microbatches": 1}, {"random_numbers": "as_uncut"}):
+        found = verify(pipe, model, (x,), target=y, loss_fn=mse, **options)  # type: ignore[arg-type]
+        assert found.notes == ()
+
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return mse(output, target) * len(output)
+
+    found = verify(pipe, model, (x,), target=y, loss_fn=summed, n_microbatches=4, check=False)
+    assert "if loss_fn sums over the samples, pass scale_grads=False" in found.notes[0]  # a loss of the whole batch
+
+
+def test_dropout_is_told_apart() -> None:
+    model, (x, y) = with_dropout(), batch()
+    pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    found = verify(pipe, model, (x,), target=y, loss_fn=mse, random_numbers="per_process", check=False)
     assert not found.ok
     assert found.notes == (
         "the model draws random numbers (dropout in training mode?), and the stages draw others: call eval() on the "
         "model and on the stages, or pass n_microbatches=1",
     )
-    assert verify(pipe, model, (x,), target=y, loss_fn=mse, n_microbatches=1).notes == ()
+    few = {"n_microbatches": 1, "random_numbers": "per_process"}
+    assert verify(pipe, model, (x,), target=y, loss_fn=mse, **few).notes == ()  # type: ignore[arg-type]
     model.eval()
     pipe.eval()
     assert verify(pipe, model, (x,), target=y, loss_fn=mse).notes == ()
@@ -667,6 +687,20 @@ def test_on_ranks_one_microbatch_does_not_help_against_random_numbers() -> None:
     first, second = launch(on_a_rank, 2, timeout=WORK)
     assert first == second
     assert first[0].endswith("and the stages draw others: call eval() on the model and on the stages")
+
+
+@pytest.mark.distributed
+def test_dropout_on_ranks() -> None:
+    """Each rank has random numbers of its own, and compares with the uncut model by those of the stages."""
+
+    def on_a_rank() -> bool:
+        torch.manual_seed(0)
+        model, (x, y) = with_dropout(), batch()
+        pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+        torch.manual_seed(dist.get_rank())
+        return verify(pipe, model, (x,), target=y, loss_fn=mse).ok
+
+    assert launch(on_a_rank, 2, timeout=WORK) == [True, True]
 
 
 # ------------------------------------------------------------------ numbers and text
