@@ -53,7 +53,9 @@ from .stage import random_streams as random_streams
 from .stage import save_stage as save_stage
 from .training import CheckpointSave as CheckpointSave
 from .training import LoadedCheckpoint as LoadedCheckpoint
+from .training import TrainingMesh as TrainingMesh
 from .training import clip_grad_norm_ as clip_grad_norm_
+from .training import device_mesh as device_mesh
 from .training import export_safetensors as export_safetensors
 from .training import get_total_norm as get_total_norm
 from .training import latest_checkpoint as latest_checkpoint

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..run import PATIENCE
-from ..torch_internals import LOST_CONNECTION, number_of_groups
+from ..torch_internals import LOST_CONNECTION, forget_meshes, number_of_groups
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -228,6 +228,7 @@ def _serve(settings: RankSettings, pipe: connection.Connection, first: Call | No
         if number < 0:  # the groups of the calls so far are of no more use: each has threads that poll
             number = -number
             dist.destroy_process_group()
+            forget_meshes()
         start = time.monotonic()
         try:
             value = _run_call(settings, number, first)

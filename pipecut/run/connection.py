@@ -17,7 +17,7 @@ from ..errors import DisagreementError, InputError, PipeError, PipeWarning, Step
 from ..schedule import Op, Plan
 from ..stage import PipelineStage, check_not_within_pipeline, is_initialized
 from ..torch_internals import is_compiled
-from .failure import ANY_COPY, ANY_RANK, BEGIN, END, FailureReports, describe, step_error
+from .failure import ANY_PARTNER, ANY_RANK, BEGIN, END, FailureReports, describe, step_error
 from .handshake import Exchange, Handshake
 from .transport import (
     DistributedTransport,
@@ -57,11 +57,11 @@ class Connection:
         self.timeout = timeout
         group, device = stages[0].group, stages[0].device
         self._group = group
-        groups = {group.group_name: group for stage in stages for group in stage.replica.groups}.values()
-        copies = [group for group in groups if group.size() > 1]  # otherwise there is nobody to agree with
+        partners = _distinct(group for stage in stages for group in stage.groups.partners)
         pipeline = None
         if not self.in_process:
-            self.failure_reports = reports = FailureReports(group, device, copies, timeout)
+            used = _distinct(group for stage in stages for group in stage.groups.used)
+            self.failure_reports = reports = FailureReports(group, device, partners, timeout, used)
             self._running = _locks.setdefault(reports.groups[0], self._running)
             self.timeout = timeout = reports.timeout
             if dist.get_world_size(group) != plan.ranks:
@@ -71,7 +71,7 @@ class Connection:
             pipeline = Exchange(group, timeout, Handshake.late)
             self._number = pipeline.number
             for stage in stages:
-                check_not_within_pipeline(stage.replica, stage.stage_index, stage.group)
+                check_not_within_pipeline(stage.groups, stage.stage_index, stage.group)
         here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
         if transport is not None and not callable(transport):
             raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
@@ -80,7 +80,7 @@ class Connection:
         self.clock = clock_of(device)
         made = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
         self.transports: list[Transport] = made if self.in_process else [TimedTransport(made[0], self.clock)]
-        self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in copies])
+        self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in partners])
         self._check_placement(stages, plan)
 
     def _check_placement(self, stages: Sequence[PipelineStage], plan: Plan) -> None:
@@ -179,18 +179,22 @@ class Connection:
         if error is not None:
             reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
         numbers = [0.0 if error is None else 1.0, *figures]
-        for group in (*reports.groups[1:], reports.groups[0]):  # with the copies of a stage, then with other stages
+        for group in (*reports.groups[1:], reports.groups[0]):  # with the partners of a stage, then with other stages
             shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
-            with connection_to(ANY_RANK if group is reports.groups[0] else ANY_COPY):
+            with connection_to(ANY_RANK if group is reports.groups[0] else ANY_PARTNER):
                 wait_for(dist.all_reduce(shared, group=group, async_op=True), self.timeout)
             failed, *sums = shared.tolist()
             told = reports.read_outcome(call) if failed else ""
-            copies = 1 if group is reports.groups[0] else group.size()
-            numbers = [failed, *(number / copies for number in sums)]
+            partners = 1 if group is reports.groups[0] else group.size()
+            numbers = [failed, *(number / partners for number in sums)]
         if told:
             self._agreed = step_error(told, error or Exception())
             raise self._agreed from error
         return numbers[1:]
+
+
+def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return list({group.group_name: group for group in groups}.values())
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:

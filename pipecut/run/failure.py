@@ -24,7 +24,7 @@ from torch import nn
 
 from ..errors import ClosedGroupError, LostConnectionError, StageMetadataError, StepError, StepMetadataError
 from ..schedule import Action, Op
-from ..text import listed
+from ..text import numbered
 from ..torch_internals import LOST_CONNECTION, abort_connections, group_timeout
 
 # Factor on every limit that only guards against hanging, for machines that are slow or busy.
@@ -33,7 +33,7 @@ _REPORT_WAIT = 2.0 * PATIENCE  # seconds for the first failure to be written dow
 _ANSWER_WAIT = 1.0 * PATIENCE  # seconds for others to write down in which call they are
 _STORE_LIMIT = 20.0 * PATIENCE  # seconds for all of that: the process that holds the store may be the one that hangs
 _POLL = 0.05
-ANY_RANK, ANY_COPY = -1, -2  # of a pipeline, and of a stage: a collective does not say which rank it waits for
+ANY_RANK, ANY_PARTNER = -1, -2  # of a pipeline, and of a stage: a collective does not say which rank it waits for
 BEGIN, END = "before its first action", "after its last action"
 _ANEW = (
     "torch.distributed.destroy_process_group(), then init_process_group() with a new store or port, new stages and a "
@@ -76,7 +76,7 @@ class Failure:
 
 
 def _plain_name(rank: int) -> str:
-    return {ANY_RANK: "another rank", ANY_COPY: "a copy of its stage"}.get(rank, f"rank {rank}")
+    return {ANY_RANK: "another rank", ANY_PARTNER: "another rank of its stage"}.get(rank, f"rank {rank}")
 
 
 def describe(
@@ -125,33 +125,45 @@ _closed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDict
 
 
 class FailureReports:
-    """Reports of failures between the ranks of a process group and, over `copies`, those of other pipelines."""
+    """Reports of failures between the ranks of a process group and, over `partners`, those of other pipelines.
+
+    `partners` are groups of ranks that hold copies or parts of the same stages. Those in `used` may be waited in too,
+    and are closed as well; of them it is not known who takes part in a step.
+    """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        copies: Iterable[dist.ProcessGroup] = (),
+        partners: Iterable[dist.ProcessGroup] = (),
         timeout: timedelta = timedelta.max,
+        used: Iterable[dist.ProcessGroup] = (),
     ) -> None:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # torch.distributed is initialised
-        self.groups: list[dist.ProcessGroup] = [world, *copies]
+        self.groups: list[dist.ProcessGroup] = [world, *partners]
+        known = {each.group_name for each in self.groups}
+        self._closable = [*self.groups, *(each for each in used if each.group_name not in known)]
         self.device = device
         self.call = ""  # the one that is running
         self.timeout = min(timeout, *(group_timeout(each, device) for each in self.groups))
-        self._keys = [f"pipecut/failure/{_numbers.of(group)}" for group in self.groups]
-        self._stores = [group.get_group_store() for group in self.groups]
+        self._keys = [f"pipecut/failure/{_numbers.of(group)}" for group in self._closable]
+        self._stores = [group.get_group_store() for group in self._closable]
         self.rank = dist.get_rank(world)
         failed = self._read()
         if failed is not None:
-            for each in self.groups:
+            for each in self._closable:
                 _closed.setdefault(each, str(failed))
         self.check_open()
 
+    @property
+    def has_partners(self) -> bool:
+        """True if a computation may wait for ranks of other pipelines."""
+        return len(self._closable) > 1
+
     def check_open(self) -> None:
         """Raise if the connections of a group were closed by a failure, or the group has been destroyed."""
-        for group in self.groups:
+        for group in self._closable:
             if group in _closed:
                 raise ClosedGroupError(
                     "the connections of this process group were closed when a step failed, so that no rank waits for "
@@ -165,7 +177,7 @@ class FailureReports:
     def raise_on_all(self, failure: Failure, cause: BaseException, note: str = "") -> StepError:
         """Report to the others, and return the error to raise here: the first failure of all, whoever had it."""
         first = _within(_STORE_LIMIT, lambda: self._first_of(failure), replace(failure, text=self._words(failure)))
-        for group in self.groups:
+        for group in self._closable:
             self._close_connections(group)
             _closed.setdefault(group, str(first))
         return step_error(f"{first}{note}", cause)
@@ -199,8 +211,9 @@ class FailureReports:
     def _name(self, rank: int) -> str:
         """Return the name of a rank of the pipeline as the user knows it."""
         if rank < 0:
-            copies = sorted({each for group in self.groups[1:] for each in dist.get_process_group_ranks(group)})
-            return _plain_name(rank) + (f" (ranks {listed(copies)})" if rank == ANY_COPY else "")
+            others = {each for group in self._closable[1:] for each in dist.get_process_group_ranks(group)}
+            those = numbered("rank", sorted(others - {dist.get_rank()}))
+            return _plain_name(rank) + (f" ({those})" if rank == ANY_PARTNER else "")
         everywhere = dist.get_global_rank(self.groups[0], rank)
         return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its pipeline)"
 
@@ -267,7 +280,7 @@ class FailureReports:
     def _close_connections(self, group: dist.ProcessGroup) -> None:
         """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
         kinds = backends(group)
-        if kinds.get(self.device.type) != "gloo":
+        if kinds.get(self.device.type, "gloo") != "gloo":
             abort_connections(group, self.device)
         if "gloo" not in kinds.values():
             return
@@ -281,9 +294,9 @@ class FailureReports:
 
 
 class Watchdog:
-    """Thread that reports an action of a stage with copies that takes too long.
+    """Thread that reports an action of a stage with partners that takes too long.
 
-    In it the copies wait for each other, in collectives of DistributedDataParallel and fully_shard, which take no
+    In it they wait for each other, in collectives of DistributedDataParallel, fully_shard and DTensors, which take no
     timeout but the group's. The report closes the connections, which ends the wait.
     """
 
@@ -306,7 +319,7 @@ class Watchdog:
             if action is not last:
                 last, since = action, time.monotonic()
             elif action is not None and time.monotonic() - since > self._seconds:
-                error = LostConnectionError(ANY_COPY, TimeoutError("timed out"))
+                error = LostConnectionError(ANY_PARTNER, TimeoutError("timed out"))
                 failure = describe(self._reports.rank, action, None, error)
                 self._reports.raise_on_all(replace(failure, where=f"{failure.where}, or computing there,"), error)
                 return

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import DisagreementError, InputError
 from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
-from ..stage import PipelineStage
+from ..stage import PipelineStage, describe_tensor, local_part
 from ..text import numbered, structure_text, tensor_text
 from .ties import Stages, Tie
 
@@ -131,6 +131,7 @@ def _bits(tensor: Tensor) -> str:
 
 # Before the first step.
 
+_ALIKE = "let parallelize_module and fully_shard do the same with it in all its stages"
 _SEED = "seed the model, or load a checkpoint, alike on all ranks"
 _SOME_RANKS = "some ranks: "  # begins the name of a fact that not all ranks have
 
@@ -224,18 +225,23 @@ def _facts_of_ties(ties: Sequence[Tie], stages: Stages) -> dict[str, str]:
     facts = {}
     for tie in ties:
         for _, parameter in tie.held(stages)[:1]:
-            facts[f"tied parameter {tie.title}"] = tensor_text(parameter)
-            facts[f"values of the tied parameter {tie.title} ({_SEED})"] = _bits(parameter)
+            facts[f"tied parameter {tie.title} ({_ALIKE})"] = describe_tensor(parameter)
+            facts[f"values of the tied parameter {tie.title} ({_SEED})"] = _bits(local_part(parameter))
     return facts
 
 
 def _check_same_values(ties: Sequence[Tie], stages: Stages) -> None:
-    """Raise if holders of a tied parameter in this process are different objects with different values."""
+    """Raise if holders of a tied parameter in this process are different objects with different values or layouts."""
     for tie in ties:
         held = tie.held(stages)
         for stage, other in held[1:]:
             first, one = held[0]
-            if other is not one and _bits(other) != _bits(one):
+            if describe_tensor(other) != describe_tensor(one):
+                raise InputError(
+                    f"the tied parameter {tie.title} is {describe_tensor(one)} in stage {first}, and "
+                    f"{describe_tensor(other)} in stage {stage}: {_ALIKE}"
+                )
+            if other is not one and _bits(local_part(other)) != _bits(local_part(one)):
                 raise InputError(
                     f"the tied parameter {tie.title} has other values in stage {stage} than in stage {first}: let both "
                     "hold the same nn.Parameter, or copy its values before the first step"

@@ -98,9 +98,9 @@ class RankRunner:
             self._action = None
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which actions run: with copies of a stage there are waits without a timeout."""
+        """Return the context in which actions run: with partners there are waits without a timeout."""
         reports = self.failure_reports
-        if reports is None or len(reports.groups) == 1:
+        if reports is None or not reports.has_partners:
             return contextlib.nullcontext()
         return Watchdog(reports, lambda: self._action)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow, Placement, tie_messages
-from ..stage import PipelineStage, unwrapped_name
+from ..stage import MeshLayout, PipelineStage, place_like, unwrapped_name
 from ..text import did_you_mean, numbered, tensor_text
 from .transport import Meta, Transport
 
@@ -108,7 +108,8 @@ class _Holders:
 
     def own(self) -> Tensor | None:
         """Return the gradient of this step on this rank, if there is one; of a sharded parameter, that of the shard."""
-        made = [_shard(each.grad) for each in self.parameters if each.grad is not None and each.requires_grad]
+        trained = [each for each in self.parameters if each.grad is not None and each.requires_grad]
+        made = [_shard(_placed(each, each.grad)) for each in trained]  # type: ignore[arg-type]
         return sum(made[1:], made[0]).contiguous() if made else None
 
     def status_with(self, own: Tensor | None) -> int:
@@ -130,7 +131,8 @@ class _Holders:
     def give(self, total: Tensor | None) -> None:
         """Add the sum of all ranks to what was there before; None if there is no gradient."""
         for parameter, before in zip(self.parameters, self._before or [None] * len(self.parameters), strict=True):
-            parts = [_shard(part) for part in (before, total) if part is not None]
+            earlier = None if before is None else _shard(_placed(parameter, before))
+            parts = [part for part in (earlier, total) if part is not None]
             # Holders do not share a tensor: an optimizer may change a gradient in place.
             summed = None if not parts else parts[0] + parts[1] if len(parts) == 2 else parts[0].clone()
             parameter.grad = None if summed is None else _like(parameter, summed)
@@ -140,6 +142,12 @@ class _Holders:
     def is_waiting(self) -> bool:
         """True if the gradients of this step are still to be summed."""
         return self._before is not None
+
+
+def _placed(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient that lies on the mesh as its parameter does: autograd may leave it a partial sum, or whole."""
+    layout = MeshLayout.of(parameter)
+    return gradient if layout is None or MeshLayout.of(gradient) == layout else place_like(layout, gradient)
 
 
 def _shard(tensor: Tensor) -> Tensor:

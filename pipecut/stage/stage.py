@@ -20,6 +20,7 @@ from ..text import counted, listed
 from ..torch_internals import WRITE_TO_LEAF, part_types, trainable_parameters
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
+from .groups import groups_of
 from .origin import CallVariants, Examples, StageOrigin, check_group, check_has_memory, check_place
 from .replica import Replica, replica_of, wrapped_parts
 
@@ -158,6 +159,7 @@ class PipelineStage:
     def find_wrappers(self) -> None:
         """Find the parts of the module that are copied or sharded; a schedule does so when it is made."""
         self.replica: Replica = replica_of(self.submod)
+        self.groups = groups_of(self.submod, self.replica)
         self._wrapped_parts = wrapped_parts(self.submod)
         self._part_types = part_types(self.submod)
 

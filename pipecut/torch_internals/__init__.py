@@ -25,6 +25,7 @@ from .distributed import ReplicateState as ReplicateState
 from .distributed import abort_connections as abort_connections
 from .distributed import average_static_graph as average_static_graph
 from .distributed import averaged_parameters as averaged_parameters
+from .distributed import forget_meshes as forget_meshes
 from .distributed import fsdp_mesh_infos as fsdp_mesh_infos
 from .distributed import group_timeout as group_timeout
 from .distributed import hold_static_graph as hold_static_graph

@@ -7,6 +7,7 @@ last: their reducers have to be notified.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -40,6 +41,18 @@ def number_of_groups() -> int:
 def mesh_layout(mesh: Any, default: Any = None) -> Any:
     """Return sizes and strides of a DeviceMesh over ranks, the same on all ranks; older torch has none."""
     return getattr(mesh, "_layout", default)
+
+
+def forget_meshes() -> None:
+    """Clear torch's cache of how operators place DTensors, whose entries hold meshes.
+
+    A mesh that equals one of a process group that was destroyed is replaced by that one in every result: groups are
+    looked up by names, which are taken again, or are gone. Public torch has nothing for it.
+    """
+    if "torch.distributed.tensor" in sys.modules:  # otherwise there is no DTensor
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def mark_ready(reducer: Any, number: int) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut.torch_internals import (
@@ -23,6 +24,7 @@ from pipecut.torch_internals import (
     abort_connections,
     average_static_graph,
     averaged_parameters,
+    forget_meshes,
     fsdp_mesh_infos,
     group_timeout,
     hold_static_graph,
@@ -116,6 +118,20 @@ def test_meshes_of_one_shape_have_one_layout() -> None:
     first, second = (init_device_mesh("cpu", (1, 1), mesh_dim_names=names) for names in (("a", "b"), ("c", "d")))
     assert mesh_layout(first) == mesh_layout(second) is not None
     assert mesh_layout(object(), "none") == "none"
+
+
+def doubled(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a result, which torch takes from its cache if it has seen an equal one."""
+    return (distribute_tensor(torch.ones(2), mesh, [Replicate()]) * 2).device_mesh  # type: ignore[no-any-return, attr-defined]
+
+
+def test_a_mesh_of_a_group_that_was_destroyed_is_forgotten() -> None:
+    """torch gives results the mesh of its cache, which may be of a process group that is gone."""
+    first, second = (init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)) for _ in range(2))
+    assert doubled(first) is first
+    assert doubled(second) is first
+    forget_meshes()
+    assert doubled(second) is second
 
 
 def test_groups_are_counted() -> None:

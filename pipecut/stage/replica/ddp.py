@@ -30,6 +30,7 @@ from ...torch_internals import (
     mark_ready,
     static_graph_has_run,
 )
+from ..dtensor import is_distributed
 from .base import Replica, Wrapper, WrapperClass
 
 _STATIC_GRAPH = "_pipecut_static_graph"
@@ -42,6 +43,8 @@ class _Copies(Replica):
 
     def __init__(self, module: nn.Module, parts: Sequence[nn.Module]) -> None:
         copied = [_Wrapped(part) if isinstance(part, DistributedDataParallel) else _Replicated(part) for part in parts]
+        for part, each in zip(parts, copied, strict=True):
+            _check_plain(part, each.called)
         self._averages = [_Average(each) for each in copied]
         self.groups = [each.group for each in copied]
 
@@ -175,6 +178,16 @@ def _parameters_of(copied: _Copied) -> dict[str, Tensor]:
             "trained now: freeze and unfreeze parameters before"
         )
     return parameters
+
+
+def _check_plain(part: nn.Module, called: str) -> None:
+    """Raise on layers that are divided over other ranks: the reducer would average their local parts at best."""
+    divided = [name for name, parameter in part.named_parameters() if is_distributed(parameter)]
+    if divided:
+        raise InputError(
+            f"{listed(divided, at_most=3)} are DTensors, which {called} does not average: put stages that "
+            "parallelize_module has divided under fully_shard, with the mesh of the data-parallel ranks"
+        )
 
 
 def _check_options(module: DistributedDataParallel, called: str) -> None:

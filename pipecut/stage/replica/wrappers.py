@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
@@ -98,19 +97,6 @@ class UnwrappedNames:
             if path in self._paths:
                 return f"{self._paths[path]}.{rest}".lstrip(".")
         return name
-
-
-def check_not_within_pipeline(replica: Replica, stage: int, pipeline: dist.ProcessGroup | None) -> None:
-    """Raise if a stage is copied over ranks of its own pipeline, which hold other stages."""
-    own = set(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}
-    for group in replica.groups:
-        ranks = dist.get_process_group_ranks(group)
-        if not own.isdisjoint(ranks):
-            raise InputError(
-                f"stage {stage} is copied or sharded over ranks {ranks}, of which {sorted(own & set(ranks))} hold "
-                "other stages of the same pipeline. Give DistributedDataParallel the process_group, and fully_shard "
-                'the mesh, of the data-parallel ranks: for mesh_dim_names=("dp", "pp") those of mesh["dp"]'
-            )
 
 
 def _check_supported(module: nn.Module) -> None:

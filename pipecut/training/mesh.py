@@ -1,0 +1,239 @@
+"""Meshes of ranks: which rank holds which stages, which part of the batch, and which part of the layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import DisagreementError, InputError
+from ..run import differences, exchange
+from ..schedule import plan_for
+from ..text import counted, did_you_mean, listed
+from ..torch_internals import forget_meshes
+
+# The dims of a mesh in their order, the outermost first, and what its ranks divide between them.
+_DIMS = {
+    "pp": "stages",
+    "dp": "the batch, each with a copy",
+    "fsdp": "the batch, each with shards",
+    "tp": "layers",
+}
+_DATA_DIMS = ("dp", "fsdp")
+_REST = -1
+_SHOWN = 64  # ranks in a table
+_TIMEOUT = timedelta(minutes=10)  # for all ranks to come here
+
+
+@dataclass(frozen=True)
+class TrainingMesh:
+    """A DeviceMesh over all ranks of a job, and the place of this rank in it. `device_mesh()` makes it.
+
+    `print(mesh)` shows which rank does what. `mesh["tp"]` is the DeviceMesh of one dim, for parallelize_module and
+    fully_shard, and `mesh["dp", "fsdp"]` that of two.
+    """
+
+    device_mesh: DeviceMesh
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the dims, the outermost first."""
+        return tuple(self.device_mesh.mesh_dim_names or ())
+
+    def __getitem__(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        for name in (dims,) if isinstance(dims, str) else dims:
+            if name not in self.dims:
+                remedy = f"give device_mesh() a size for it, such as {name}=1" if name in _DIMS else "take one of them"
+                raise InputError(
+                    f"this mesh has the dims {listed(self.dims)}, and no {name!r}.{did_you_mean(name, self.dims)} "
+                    f"{remedy[0].upper()}{remedy[1:]}"
+                )
+        return self.device_mesh[dims]
+
+    def size(self, dim: str) -> int:
+        """Return the number of ranks along a dim; 1 for one that the mesh does not have."""
+        return self[dim].size() if dim in self.dims or dim not in _DIMS else 1
+
+    def rank(self, dim: str) -> int:
+        """Return the place of this rank along a dim; 0 for one that the mesh does not have."""
+        return self[dim].get_local_rank() if dim in self.dims or dim not in _DIMS else 0
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline: the `group` of its stages."""
+        return self["pp"].get_group()
+
+    @property
+    def data_rank(self) -> int:
+        """The part of the batch that this rank's pipeline takes, of `data_size`.
+
+        It is the `rank` of a DistributedSampler, whose `num_replicas` is `data_size`.
+        """
+        return self.rank("dp") * self.size("fsdp") + self.rank("fsdp")
+
+    @property
+    def data_size(self) -> int:
+        """The number of pipelines that take different parts of the batch."""
+        return self.size("dp") * self.size("fsdp")
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        kind = self.device_mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+    def stages(self, schedule: str = "1F1B", num_stages: int | None = None) -> tuple[int, ...]:
+        """Return the stages that a schedule puts on this rank, by its name; of `num_stages` in all.
+
+        Without it there are as many as the schedule takes by default: one or two on each rank.
+        """
+        ranks = self.size("pp")
+        if num_stages is not None and (num_stages < 1 or num_stages % ranks):
+            raise InputError(
+                f"{counted(num_stages, 'stage')} cannot be spread over {counted(ranks, 'rank')} evenly: cut the model "
+                f"into a multiple of {ranks} stages, or change pp="
+            )
+        chunks = None if num_stages is None else num_stages // ranks
+        plan = plan_for(schedule, ranks=ranks, chunks=chunks, microbatches=2 * ranks)
+        return tuple(plan.placement.stages_of[self.rank("pp")])
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Each rank with its coordinates, in the order of ranks."""
+        ranks = self.device_mesh.mesh
+        return sorted((int(ranks[tuple(place)]), tuple(map(int, place))) for place in torch.ones_like(ranks).nonzero())
+
+    def __repr__(self) -> str:
+        place = ", ".join(f"{name} {self.rank(name)} of {self.size(name)}" for name in self.dims)
+        return f"{type(self).__name__}(rank {self.device_mesh.get_rank()}: {place}, on {self.device_mesh.device_type})"
+
+    def __str__(self) -> str:
+        """Return a table with a line for each rank."""
+        here = self.device_mesh.get_rank()
+        lines = [f"{counted(len(self._rows), 'rank')} on {self.device_mesh.device_type}"]
+        lines += [f"  {name}: {counted(self.size(name), 'rank')} divide {_DIMS[name]}" for name in self.dims]
+        width = max(4, *(len(name) + 1 for name in self.dims))
+        lines.append("rank" + "".join(f"{name:>{width}}" for name in self.dims))
+        for rank, place in self._rows[:_SHOWN]:
+            own = "  this process" if rank == here else ""
+            lines.append(f"{rank:>4}" + "".join(f"{number:>{width}}" for number in place) + own)
+        more = len(self._rows) - _SHOWN
+        return "\n".join([*lines, f"and {counted(more, 'rank')} more"] if more > 0 else lines)
+
+
+def device_mesh(
+    pp: int,
+    dp: int | None = None,
+    fsdp: int | None = None,
+    tp: int | None = None,
+    *,
+    order: Sequence[str] = tuple(_DIMS),
+    device_type: str | None = None,
+    **others: int,
+) -> TrainingMesh:
+    """Make the mesh of a job of pipelines: `pp` ranks in each, and others that hold copies or parts of the same stages.
+
+    - `pp`: ranks of a pipeline, each with its stages.
+    - `dp`: pipelines with a copy of all stages each, under DistributedDataParallel or `replicate`.
+    - `fsdp`: pipelines with shards of all stages, under `fully_shard`. With `dp` beside it, `fully_shard` takes
+      `mesh["dp", "fsdp"]`.
+    - `tp`: ranks that divide the layers of a stage, by `parallelize_module`.
+
+    A size of -1 takes the ranks that are left. Dims that are not given are not in the mesh. All ranks call this with
+    the same numbers, after `init_process_group()`.
+
+    In the `order` of dims the last one has neighbouring ranks, and the first those that are furthest apart. By default
+    `tp` is last, which waits for the link in every layer, and `pp` first, which sends activations beside the
+    computation. `device_type` is by default that of the accelerator for which the process group has a backend.
+
+    >>> import os
+    >>> os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    >>> dist.init_process_group("gloo", rank=0, world_size=1)
+    >>> mesh = device_mesh(pp=1, dp=-1)
+    >>> mesh
+    TrainingMesh(rank 0: pp 0 of 1, dp 0 of 1, on cpu)
+    >>> mesh.stages("Interleaved1F1B", num_stages=2), mesh.data_rank, mesh.data_size
+    ((0, 1), 0, 1)
+    >>> dist.destroy_process_group()
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "device_mesh() needs a process group: call torch.distributed.init_process_group() before, in processes "
+            "that torchrun or pipecut.launch() has started"
+        )
+    given = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp, **others}
+    given = {name: size for name, size in given.items() if size is not None}
+    kind = device_type or _device_type()
+    _check_same_everywhere(given, order, kind)  # before all checks, so that what is wrong raises everywhere
+    sizes = {name: _checked_size(name, size) for name, size in given.items()}
+    _check_order(order, sizes)
+    sizes = _fitted({name: sizes[name] for name in order if name in sizes}, dist.get_world_size())
+    forget_meshes()  # those of a process group before this one
+    return TrainingMesh(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+
+def _checked_size(name: str, size: object) -> int:
+    if name not in _DIMS:
+        raise InputError(
+            f"device_mesh() knows no {name!r}.{did_you_mean(name, _DIMS)} The dims are {listed(_DIMS)}; for others "
+            "make a DeviceMesh by init_device_mesh(), and give stages and wrappers the groups of its dims"
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != _REST):
+        raise InputError(f"{name}={size!r} is no number of ranks: give 1 or more, or -1 for those that are left")
+    return size
+
+
+def _check_order(order: Sequence[str], sizes: Mapping[str, int]) -> None:
+    missing = [name for name in sizes if name not in order]
+    if isinstance(order, str) or missing or len(set(order)) != len(order):
+        raise InputError(
+            f"order={order!r} has to name each dim once, the one with neighbouring ranks last: the dims are "
+            f"{listed(sizes)}"
+        )
+
+
+def _fitted(sizes: dict[str, int], world: int) -> dict[str, int]:
+    """Return the sizes with the one that is -1 filled in; their product is the number of ranks."""
+    open_dims = [name for name, size in sizes.items() if size == _REST]
+    known = math.prod(size for size in sizes.values() if size != _REST)
+    text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if len(open_dims) > 1:
+        raise InputError(f"device_mesh({text.replace(' x ', ', ')}): only one size can be -1, give the others")
+    if open_dims and world % known == 0:
+        return {name: world // known if size == _REST else size for name, size in sizes.items()}
+    if open_dims:
+        raise InputError(
+            f"{world} ranks cannot be divided by {known}, which {text} needs: start a multiple of {known} processes, "
+            "or change the sizes"
+        )
+    if known != world:
+        raise InputError(
+            f"{text} is {counted(known, 'rank')}, and the process group has {world}: change the sizes (one of them "
+            f"may be -1, for the ranks that are left), or start {counted(known, 'process')}: torchrun "
+            f"--nproc-per-node {known}"
+        )
+    return sizes
+
+
+def _device_type() -> str:
+    """Return the type of accelerator for which the process group has a backend; otherwise that is the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
+    return accelerator.type if accelerator is not None and accelerator.type in kinds else "cpu"
+
+
+def _check_same_everywhere(sizes: Mapping[str, object], order: object, device_type: str) -> None:
+    """Raise on all ranks if they ask for different meshes: they would wait for each other in making the groups."""
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    facts = {"sizes": text, "order": str(order), "device_type": device_type}
+    lines = differences(exchange(facts, None, _TIMEOUT))
+    if lines:
+        raise DisagreementError(
+            f"the ranks ask for different meshes: {'; '.join(lines)}. Call device_mesh() alike on all of them"
+        )
