@@ -58,6 +58,8 @@ class Connection:
         group, device = stages[0].group, stages[0].device
         self._group = group
         partners = _distinct(group for stage in stages for group in stage.groups.partners)
+        # Of whole pipelines, with batches of their own: tensor-parallel partners share one.
+        self.copies = [] if self.in_process else _distinct(one for stage in stages for one in stage.groups.replicas)
         pipeline = None
         if not self.in_process:
             used = _distinct(group for stage in stages for group in stage.groups.used)

@@ -106,21 +106,22 @@ def _module_path(root: nn.Module, trace: TracebackType | None) -> str:
     return found
 
 
-class _Numbers:
-    """Numbers of process groups among those of the same name: one that is made anew may have the store of the last."""
+class _Incarnations:
+    """Numbers of process groups among those of the same name and ranks: one made anew may have the last one's store."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[weakref.ref[dist.ProcessGroup], int]] = {}
+        self._seen: dict[tuple[object, ...], tuple[weakref.ref[dist.ProcessGroup], int]] = {}
 
     def of(self, group: dist.ProcessGroup) -> int:
-        seen, number = self._seen.get(group.group_name, (lambda: None, 0))
+        key = (group.group_name, *dist.get_process_group_ranks(group))
+        seen, number = self._seen.get(key, (lambda: None, 0))
         if seen() is not group:
             number += 1
-            self._seen[group.group_name] = (weakref.ref(group), number)
+            self._seen[key] = (weakref.ref(group), number)
         return number
 
 
-_numbers = _Numbers()
+incarnations = _Incarnations()
 _closed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # and the failure of each
 
 
@@ -147,7 +148,7 @@ class FailureReports:
         self.device = device
         self.call = ""  # the one that is running
         self.timeout = min(timeout, *(group_timeout(each, device) for each in self.groups))
-        self._keys = [f"pipecut/failure/{_numbers.of(group)}" for group in self._closable]
+        self._keys = [f"pipecut/failure/{incarnations.of(group)}" for group in self._closable]
         self._stores = [group.get_group_store() for group in self._closable]
         self.rank = dist.get_rank(world)
         failed = self._read()

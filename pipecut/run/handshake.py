@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
 from ..stage import PipelineStage, describe_tensor, local_part
 from ..text import numbered, structure_text, tensor_text
+from .failure import incarnations
 from .ties import Stages, Tie
 
 _CHUNK = 1 << 20  # bytes of a tensor that are summed at a time
@@ -35,7 +37,7 @@ class Exchange:
     if a rank does not take part.
     """
 
-    _made: dict[str, int] = {}  # by the name of the group
+    _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = _TIMEOUT, late: str = "") -> None:
         world = group if group is not None else dist.group.WORLD
@@ -45,8 +47,8 @@ class Exchange:
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
         self.late = late or "did not take part in an exchange of facts within {seconds:g} s"
-        name = world.group_name
-        self.number = self._made[name] = self._made.get(name, 0) + 1
+        self.number = self._made[world] = self._made.get(world, 0) + 1
+        self._prefix = f"pipecut/exchange/{incarnations.of(world)}.{self.number}"
 
     def run(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """Give this rank's facts, and return those of every rank, in the order of the ranks."""
@@ -63,7 +65,7 @@ class Exchange:
         return facts
 
     def _key(self, rank: int) -> str:
-        return f"pipecut/exchange/{self.number}/{rank}"
+        return f"{self._prefix}/{rank}"
 
 
 def exchange(

@@ -112,7 +112,7 @@ class Meter:
         self._ranks = plan.ranks
         self._has_inputs = plan.placement.rank_of[0] in self._here
         self._device = device
-        self._copies = 1 if connection.failure_reports is None else _copies(connection.failure_reports.groups[1:])
+        self._copies = _copies(connection.copies)
         self._batch = (0, 0)  # samples and tokens, on the rank of the first stage
         self._begin: Any = None
         self._late: _Times | None = None  # of the step before, where the clock is late
