@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import LostConnectionError
 from ..schedule import Plan
 from .connection import CALLS, Connection
-from .failure import ANY_COPY
+from .failure import ANY_PARTNER
 from .transport import connection_to, wait_for
 
 
@@ -56,7 +56,7 @@ class Agreement:
 
     def reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over another group, such as that of the shards of a stage, within `numbers` of a sum."""
-        with connection_to(ANY_COPY):
+        with connection_to(ANY_PARTNER):
             wait_for(dist.all_reduce(tensor, op, group, async_op=True), self._connection.timeout)
 
     @contextmanager
