@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
-from ...errors import InputError
+from ...errors import InputError, PipeError
 from ...pipe import check_is_uncut_model
 from ...pipe_ir import Dynamic
 from ...schedule import Placement, plan_for
@@ -56,7 +56,9 @@ class PipelineArguments:
         if not math.isfinite(self.timeout) or self.timeout <= 0:
             raise InputError(f"PipelineArguments(timeout={self.timeout!r}): it must be a number of seconds above 0")
         if not self.searches:
-            plan_for(self.schedule, ranks=1, microbatches=1)  # raises on a name that is not known
+            plan = plan_for(self.schedule, ranks=1, microbatches=1)  # raises on a name that is not known
+            if not plan.training:
+                raise InputError(f"{self.schedule} trains nothing: choose another schedule, such as '1F1B'")
 
     @property
     def searches(self) -> bool:
@@ -80,7 +82,7 @@ class PipelineArguments:
         if ranks > world:
             each = "" if chunks == 1 else f", {chunks} on each rank"
             raise InputError(
-                f"{counted(stages, 'stage')}{each}, need {ranks} ranks, and there {_are(world)}: start this script by "
+                f"{counted(stages, 'stage')}{each} need {ranks} ranks, and there {_are(world)}: start this script by "
                 f"`torchrun --nproc-per-node={ranks} ...`, or pass PipelineArguments(stages={world * chunks})"
             )
         if world % ranks:
@@ -176,11 +178,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
 def check_model(model: object) -> None:
     """Raise on a model that is cut already, or that has no values."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"PipelineTrainer cuts a model itself, and got a {type(model).__name__}: pass the uncut model, an nn.Module"
-        )
-    check_is_uncut_model(model)
+    try:
+        check_is_uncut_model(model)
+    except PipeError as error:
+        raise InputError(f"PipelineTrainer cuts the model itself: pass the uncut nn.Module. Here {error}") from error
+    assert isinstance(model, nn.Module)  # as was checked
     if getattr(model, "hf_device_map", None):
         raise InputError(
             "the model was put on devices by device_map=, and PipelineTrainer gives each rank its own stage: load it "

@@ -73,7 +73,10 @@ def arguments_of_model(trainer: Any, inputs: Mapping[str, Any], items: Any) -> d
     try:
         trainer.compute_loss(StandIn(trainer.model, end), dict(inputs), num_items_in_batch=items)
     except _CallNoted as call:
-        return call.kwargs
+        given = call.kwargs
+        if isinstance(given.get(ITEMS), Tensor):
+            given[ITEMS] = given[ITEMS].float()  # a share of it, which each microbatch gets, is no integer
+        return given
     raise InputError(
         "compute_loss did not call the model that it was given: let it call model(**inputs), and make the loss of "
         "what that returns"
@@ -156,7 +159,7 @@ class BatchChunks(ChunkSpec):
             return self._rows.cut(value, sizes, name)
         items = self.counts.to(value.device)
         counts, whole = [part.sum() for part in torch.split(items, list(sizes))], items.sum()
-        # In double precision, so that the share of a whole batch is the very number of its items.
+        # In double precision, so that a share of the batch itself is the very number of its items.
         return [(value.double() * count / whole).float() for count in counts]
 
     def merge(self, values: Sequence[Any], weights: Sequence[float] | None, name: str) -> Any:

@@ -138,10 +138,7 @@ class PipelineTrainer(Trainer):
         return cut
 
     def _new_cut(self, batch: Mapping[str, Any], training: bool) -> CutModel:
-        items = self._get_num_items_in_batch([batch], self.args.device)
-        example = arguments_of_model(self, batch, items)
-        if isinstance(example.get(ITEMS), Tensor):
-            example[ITEMS] = example[ITEMS].float()  # a share of it, which each microbatch gets, is no integer
+        example = arguments_of_model(self, batch, self._get_num_items_in_batch([batch], self.args.device))
         self.model.train(training)
         weight = _Weight(shifts=self._loss_shifts_labels)
         options = (TrainerLoss(self), weight, self.accelerator.autocast)

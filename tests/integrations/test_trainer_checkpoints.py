@@ -1,0 +1,105 @@
+"""Checkpoints of PipelineTrainer: those of Trainer, resumed by either and under any number of stages."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.trainer_cases import CASES, Trained, as_torchrun, assert_same, make_trainer, train
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+PIPELINE = {"microbatches": 4}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+def test_a_checkpoint_is_resumed_by_trainer_and_by_other_numbers_of_stages(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    saved = two_ranks.run(functools.partial(train, pipeline=PIPELINE, **SAVES), "tied", folder)[0]
+    resume = str(folder / "checkpoint-2")
+    assert_same(train(0, "tied", tmp_path / "plain", resume=resume), saved, resumed=True)
+    assert_same(train(0, "tied", tmp_path / "one", PIPELINE, resume), saved, resumed=True)
+
+
+def test_a_checkpoint_of_trainer_is_resumed_on_ranks_and_loads_by_from_pretrained(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    saved = train(0, "tied", tmp_path / "plain", **SAVES)
+    resume = str(tmp_path / "plain" / "checkpoint-4")
+    options = {**SAVES, "save_steps": 5, "save_total_limit": 1}
+    for found in two_ranks.run(
+        functools.partial(train, pipeline=PIPELINE, resume=resume, **options), "tied", tmp_path / "pipeline"
+    ):
+        assert_same(found, saved, resumed=True)
+    assert [each.name for each in (tmp_path / "pipeline").glob("checkpoint-*")] == ["checkpoint-6"]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "pipeline" / "checkpoint-6", dtype=torch.float64)
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, found.weights[name]), name
+
+
+class _StopsOnOneRank:
+    """Makes a callback that stops the training at a step, on the second rank only."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self) -> Any:
+        from transformers import TrainerCallback
+
+        class Stops(TrainerCallback):
+            def on_step_end(inner, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: N805
+                if args.process_index == 1 and state.global_step == self.step:
+                    control.should_training_stop = True
+
+        return Stops()
+
+
+def best_model(rank: int, folder: Path, step: int) -> tuple[Trained, str, list[dict[str, float]]]:
+    """Train so that the first evaluation has the highest loss, which counts as the best, and load that model."""
+    options = {**SAVES, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    with as_torchrun(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer("tied", folder, PIPELINE, callbacks=[_StopsOnOneRank(step)()], **options)
+        trainer.train()
+        best = trainer.state.best_model_checkpoint
+        evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-12)
+    return Trained([], weights, trainer.state.global_step), best, evaluated
+
+
+def test_all_ranks_stop_where_one_does_and_load_the_best_model(two_ranks: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for found, best, evaluated in two_ranks.run(best_model, tmp_path, 4):
+        assert found.steps == 4
+        losses = [entry["eval_loss"] for entry in evaluated]
+        assert losses[0] > losses[1]
+        assert Path(best).name == "checkpoint-2"
+        for name, weight in load_file(Path(best) / "model.safetensors").items():
+            assert torch.equal(weight, found.weights[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_kind_of_model_trains_and_resumes_as_with_trainer(case: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    """20 steps on 4 stages, then from the 10th on 2 stages."""
+    options = {**SAVES, "save_steps": 10, "max_steps": 20, "eval_strategy": "steps", "eval_steps": 10}
+    expected = train(0, case, tmp_path / "plain", **options)
+    folder = tmp_path / "pipeline"
+    for found in four_ranks.run(functools.partial(train, pipeline=PIPELINE, **options), case, folder):
+        assert_same(found, expected)
+    resume = str(folder / "checkpoint-10")
+    with Ranks(2) as two:
+        run = functools.partial(train, pipeline=PIPELINE, resume=resume, **options)
+        for found in two.run(run, case, tmp_path / "resumed"):
+            assert_same(found, expected, resumed=True)
