@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from ...errors import InputError
@@ -112,21 +111,6 @@ def _numbers_held(optimizer: Optimizer, cut: CutModel) -> set[int]:
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def clip_gradients(cut: CutModel, limit: float) -> Tensor:
-    """Scale gradients so that their norm over all stages is at most `limit`; return the norm that they had."""
-    gradients = {name: each.grad for name, each in cut.schedule.named_parameters() if each.grad is not None}
-    norms = {name: torch.linalg.vector_norm(each) for name, each in gradients.items()}
-    every: list[dict[str, Tensor]] = [norms]
-    if len(cut.ranks.peers) > 1:
-        every = [{} for _ in cut.ranks.peers]
-        dist.all_gather_object(every, norms, group=cut.ranks.group)
-    whole = {name: norm for each in every for name, norm in each.items()}
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(cut.device) for norm in whole.values()]))
-    if limit != float("inf"):
-        clip_grads_with_norm_([*cut.schedule.parameters()], limit, total)
-    return total
 
 
 def check_same_batch(batch: Mapping[str, Any], ranks: Ranks) -> None:

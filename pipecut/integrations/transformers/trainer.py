@@ -20,13 +20,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...errors import InputError
+from ...training import clip_grad_norm_, get_total_norm
 from .accelerator import AgreeingCallbacks, PipelineAccelerator
 from .arguments import PipelineArguments, check_arguments, check_model
 from .cut_model import CutModel, Ranks
 from .exchange import (
     broadcast,
     check_same_batch,
-    clip_gradients,
     collect_optimizer,
     collect_weights,
     drop_state_of_others,
@@ -266,15 +266,13 @@ class PipelineTrainer(Trainer):
 
     # Norms.
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._clipped(self.args.max_grad_norm)
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        assert self._trained is not None  # there are gradients
+        return clip_grad_norm_(self._trained.schedule, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self._clipped(float("inf")) if grad_norm is None else grad_norm
-
-    def _clipped(self, limit: float) -> Tensor:
-        assert self._trained is not None  # there are gradients
-        return clip_gradients(self._trained, limit)
+        assert self._trained is not None
+        return get_total_norm(self._trained.schedule) if grad_norm is None else grad_norm
 
 
 class _Weight:
