@@ -8,10 +8,11 @@ import warnings
 
 import torch
 
-from . import backward, balance, cutting, passes, planning, prediction, running, stepping
+from . import backward, balance, checking, cutting, passes, planning, prediction, running, stepping
 
 BENCHMARKS = {
     "cutting": cutting.run,
+    "checking": checking.run,
     "running": running.run,
     "planning": planning.run,
     "passes": passes.run,

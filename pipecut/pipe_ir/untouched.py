@@ -13,8 +13,8 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,35 @@ from ..torch_internals import TorchDispatchMode, stand_ins_reported, storage_id,
 from .operators import written_arguments
 from .surroundings import Surroundings, is_machinery
 
+_T = TypeVar("_T")
+
+
+def run_untouched(model: nn.Module, run: Callable[[Watch], _T], *, real: bool = False, always: bool = False) -> _T:
+    """Call a function that runs the code of a model, as `left_as_it_was` has it: its variables are gone afterwards."""
+    with left_as_it_was(model, real=real, always=always) as watch:
+        return run(watch)
+
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False) -> Iterator[_Watch]:
+def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False) -> Iterator[Watch]:
     """Run the code of a model, or of a copy of it, and leave as it was what the code has outside of the model.
 
     Afterwards no tensor or symbolic size that was made inside is in a cache, a name of a module, an attribute of a
     class or the like; the values of tensors from before are what they were, and so are the user's random generators.
     With `real` that goes for tensors with memory too, for runs on data. What the block returns must hold none of them.
     With `always` numbers and other plain values outside of the model are put back too, even if no tensor was kept.
-    It gets the watch over it: `stop()` is called when the model's code has ended, if torch goes on to make tensors of
-    its own; `surroundings` are all that was noted.
+    The model's code has to run in the mode that the block gets; with `real` all of the block does. `stop()` is called
+    when the model's code has ended, if torch goes on to make tensors of its own; `surroundings` are all that was noted.
     """
     with _paused_collector():
-        watch = _Watch(model, real=real)
+        watch = Watch(model, real=real)
         failed = True
         try:
-            # In a trace a dispatch mode would change what torch.export sees: x.data would be an operation.
-            with watch.writes if real else contextlib.nullcontext(), watch, stand_ins_reported(watch.note_made):
+            with contextlib.ExitStack() as modes:
+                if real:  # in a trace a dispatch mode would change what torch.export sees: x.data would be an operation
+                    modes.enter_context(watch.writes)
+                    modes.enter_context(watch)
+                modes.enter_context(stand_ins_reported(watch.note_made))
                 yield watch
             failed = False
         finally:
@@ -61,7 +72,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Mode that knows the surroundings of a model before its code runs, and what the code makes."""
 
     def __init__(self, model: nn.Module, *, real: bool) -> None:
@@ -81,7 +92,7 @@ class _Watch(TorchFunctionMode):
             self._made.append(weakref.ref(value))
 
     def stop(self) -> None:
-        """Note no more."""
+        """Note no more: the model's code has ended, and torch goes on to make tensors of its own."""
         self._notes = False
 
     def __torch_function__(

@@ -179,7 +179,7 @@ class Masked(nn.Module):
 def test_no_tensor_of_a_run_on_fake_tensors_survives(place: str) -> None:
     """The uncut model returned fake tensors ever after, wherever it kept its mask."""
     model, x = Masked(place), torch.ones(4, 4)
-    with left_as_it_was(model), FakeTensorMode(allow_non_fake_inputs=True):
+    with left_as_it_was(model) as watch, FakeTensorMode(allow_non_fake_inputs=True), watch:
         assert isinstance(model(x), FakeTensor)
     for _ in range(2):
         assert type(model(x)) is Tensor

@@ -17,7 +17,7 @@ from ..inputs import Example, objects_kept
 from ..sizes.dynamic import Place
 from ..tracing.records import attributes_of, changed_attributes
 from ..tracing.run import kept_random_numbers
-from ..untouched import left_as_it_was
+from ..untouched import run_untouched
 from .observe import Observations, ObservedRun, Watcher
 
 
@@ -73,8 +73,7 @@ def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> ObservedRun:
-    with left_as_it_was(model, real=True):
-        return _observed_run(model, example, tensors)
+    return run_untouched(model, lambda _: _observed_run(model, example, tensors), real=True)
 
 
 def _observed_run(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> ObservedRun:

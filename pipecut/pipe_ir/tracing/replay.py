@@ -36,13 +36,14 @@ from ...torch_internals import (
 from ..copies import quiet_subclass, stand_in_for_meta
 from ..inputs import Example
 from ..structure import map_leaves
-from ..surroundings import Generator, Place, Surroundings
+from ..surroundings import Generator, Place
 from ..traced import TracedModel
+from ..untouched import Watch
 from .events import Effect, History, KeptValue, line_text
 from .history import HistoryRecorder, Numbers, innermost_line, new_buffers
 from .outside_state import NUMBER, StateWatch, changed_places, without_watch
 from .records import reason_of
-from .run import FoldCertainRandomBranches, TraceNoopContiguous, is_without_memory, kept_random_numbers
+from .run import is_without_memory, kept_random_numbers, own_code
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ class Replayer:
         example: Example,
         traced: TracedModel,
         inputs: StandInInputs,
-        surroundings: Surroundings,
+        watch: Watch,
         device: torch.device | None = None,
     ) -> None:
         self.runner, self.example, self.traced, self.inputs = runner, example, traced, inputs
+        self._outside = watch
         self.mode = fake_mode_with_numbers()
         self.numbers = Numbers()
         self.paths = {id(vars(module)): path for path, module in runner.named_modules()}
@@ -109,7 +111,7 @@ class Replayer:
         for module in runner.modules():
             self._watch(module)
         # A snapshot apart, which ends with the runs: what it has of the copy are tensors that must not outlive them.
-        self.surroundings = surroundings.with_more(vars(module) for module in runner.modules())
+        self.surroundings = watch.surroundings.with_more(vars(module) for module in runner.modules())
 
     def run(self, apart: bool, originals: Mapping[int, Any]) -> Replays:
         """Return the runs, one after the other; those are left out in which the model raises for another reason.
@@ -186,7 +188,7 @@ class Replayer:
         with _surroundings(self.mode, with_gradients), reported_hooks(self._on_hook):
             recorder.begin(self.runner, tensors)
             try:
-                with recorder:
+                with own_code(self._outside, recorder, lambda line: None):
                     self.runner(*args, **kwargs)
             except Exception as raised:  # the model's own, which is reported or shows that a size is not for it
                 error = reason_of(raised)  # the error itself would keep alive what the run made
@@ -343,8 +345,6 @@ def _surroundings(mode: FakeTensorMode, with_gradients: bool) -> Iterator[None]:
         intercepted_functions(_on_function),
         intercepted_checkpoints(_on_checkpoint),
         mode,
-        FoldCertainRandomBranches(),
-        TraceNoopContiguous(),
     ):
         yield
 

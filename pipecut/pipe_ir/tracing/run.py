@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from ..inputs import Example, bind_inputs, enlarged, objects_kept, read_example,
 from ..sizes.dynamic import Dynamic, DynamicDims
 from ..structure import flatten
 from ..traced import Opaque, Template, TracedModel
-from ..untouched import left_as_it_was
+from ..untouched import Watch, run_untouched
 from .freeze import freeze
+from .history import HistoryRecorder
 from .recorder import Recorder
 from .records import UntraceableError, place_of, user_line
 
@@ -113,13 +115,20 @@ class _ForwardError(Exception):
             super().__setattr__(name, value)
 
 
+@contextlib.contextmanager
+def own_code(watch: Watch, history: HistoryRecorder, on_answer: Callable[[str], None]) -> Iterator[None]:
+    """Run the model's own code, and nothing else: what torch does around it goes through no mode."""
+    with watch, FoldCertainRandomBranches(on_answer), TraceNoopContiguous(), history:
+        yield
+
+
 class _Entry(nn.Module):
     """Module that torch.export traces: it takes tensors only, so that any structure passes in and out."""
 
-    def __init__(self, model: nn.Module, example: Example, recorder: Recorder, at_the_end: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, example: Example, recorder: Recorder, watch: Watch) -> None:
         super().__init__()
         self.model = model
-        self._at_the_end = at_the_end
+        self._watch = watch
         self._example = example
         self._recorder = recorder
 
@@ -127,13 +136,13 @@ class _Entry(nn.Module):
         self._recorder.note_inputs(tensors)
         args, kwargs = self._example.call_with(tensors)
         try:
-            with self._recorder.history:
+            with own_code(self._watch, self._recorder.history, self._recorder.note_draw):
                 output = self.model(*args, **kwargs)
         except Exception as error:
             raise _ForwardError(error) from error
         # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
         self._recorder.note_output(output)
-        self._at_the_end()
+        self._watch.stop()
         return tuple(leaf for leaf in flatten(output, holders=True)[0] if isinstance(leaf, torch.Tensor))
 
 
@@ -159,16 +168,15 @@ def trace(
     code decided then may rule out the example, as `conditions` say.
     """
     example = read_example(model, args, kwargs, dynamic)
-    mode = model.training if training is None else training
     live_hooks = set(live_hooks)
-    set_mode = training is not None
     small = sizes_of_one(example) if prepare is None else []
     if small:
         # What the model decides about a size of 1 may rule it out, or all others: the first trace that holds is taken.
         for is_enlarged in (True, False) if enlarges else (False,):
             tensors = enlarged(example, small) if is_enlarged else example.tensors
             try:
-                traced = _run(model, example, tensors, live_hooks, mode, set_mode, None, device)
+                run = partial(_run, model, example, tensors, live_hooks, training, None, device)
+                traced = run_untouched(model, run)
                 # Which conditions of a trace with larger sizes count is known when it is cut.
                 conditions = () if is_enlarged else traced.conditions
                 bind_inputs(replace(traced.call, conditions=conditions), args, kwargs or {})
@@ -176,7 +184,8 @@ def trace(
                 continue
             return traced
         example = with_fixed(example, small)
-    return _run(model, example, example.tensors, live_hooks, mode, set_mode, prepare, device)
+    run = partial(_run, model, example, example.tensors, live_hooks, training, prepare, device)
+    return run_untouched(model, run)
 
 
 def _run(
@@ -184,34 +193,20 @@ def _run(
     example: Example,
     tensors: tuple[torch.Tensor, ...],
     live_hooks: set[str],
-    training: bool,
-    set_mode: bool,
+    training: bool | None,
     prepare: Callable[[nn.Module, Recorder], None] | None,
     device: torch.device | None,
+    watch: Watch,
 ) -> TracedModel:
-    with left_as_it_was(model) as watch:
-        return _recorded_run(model, example, tensors, live_hooks, training, set_mode, prepare, device, watch.stop)
-
-
-def _recorded_run(
-    model: nn.Module,
-    example: Example,
-    tensors: tuple[torch.Tensor, ...],
-    live_hooks: set[str],
-    training: bool,
-    set_mode: bool,
-    prepare: Callable[[nn.Module, Recorder], None] | None,
-    device: torch.device | None,
-    at_the_end: Callable[[], None],
-) -> TracedModel:
+    """Trace a copy of a model once, on tensors in place of those of the example."""
     runner = clone(model)
-    if set_mode:
+    if training is not None:
         runner.train(training)
     silence_hooks(runner, live_hooks)
     recorder = Recorder(runner)
     if prepare is not None:
         prepare(runner, recorder)
-    entry = _Entry(runner, example, recorder, at_the_end)
+    entry = _Entry(runner, example, recorder, watch)
     if is_without_memory(model):
         tensors = stand_in_for_meta(runner, tensors)
     elif device is not None and any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
@@ -220,7 +215,7 @@ def _recorded_run(
         with objects_kept(example):
             _export(entry, _distinct(tensors), example.dynamic)
         _check_output(model, recorder.output)
-        return freeze(model, example, recorder, training)
+        return freeze(model, example, recorder, model.training if training is None else training)
     finally:
         recorder.forget()
 
@@ -286,9 +281,7 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             sizes_of_one_traced(),  # what the code decides about a size of 1 becomes a condition of the trace
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
-            FoldCertainRandomBranches(entry._recorder.note_draw),
             _noted_draws(entry._recorder.note_draw),
-            TraceNoopContiguous(),
             entry._recorder.watch(),
         ):
             # What the forward assigns to itself, it assigns to a copy.

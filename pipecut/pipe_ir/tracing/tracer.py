@@ -18,9 +18,8 @@ from ..eager import EagerModules, HiddenTieError, Observations, run_on_example
 from ..inputs import Example, read_example
 from ..sizes.dynamic import AUTO, Dynamic
 from ..structure import map_leaves
-from ..surroundings import Surroundings
 from ..traced import Fallback, TracedModel
-from ..untouched import left_as_it_was
+from ..untouched import Watch, run_untouched
 from .recorder import Recorder
 from .records import UntraceableError, place_of, reason_of, why_and_where
 from .replay import Replayer, Replays, StandInInputs
@@ -98,18 +97,13 @@ class ModelTracer:
 
         With `apart` each run differs from the trace in one respect; otherwise there are fewer of them.
         """
-        with left_as_it_was(self.model, always=True) as watch:
-            return self._run_again(traced, {*live_hooks, *self._needed_hooks}, training, apart, watch.surroundings)
+        training = self._training if training is None else training
+        run = partial(self._run_again, traced, {*live_hooks, *self._needed_hooks}, training, apart)
+        return run_untouched(self.model, run, always=True)
 
     def _run_again(
-        self,
-        traced: TracedModel,
-        live_hooks: set[str],
-        training: bool | None,
-        apart: bool,
-        surroundings: Surroundings,
+        self, traced: TracedModel, live_hooks: set[str], training: bool | None, apart: bool, watch: Watch
     ) -> Replays:
-        training = self._training if training is None else training
         copy, originals = clone_with_originals(self.model)
         if training is not None:
             copy.train(training)
@@ -120,7 +114,7 @@ class ModelTracer:
             eager.prepare(copy, inputs)
             inputs.restart = eager.restart  # type: ignore[method-assign]
         example = read_example(self.model, self.args, self.kwargs, self.dynamic)
-        return Replayer(copy, example, traced, inputs, surroundings, self._device).run(apart, originals)
+        return Replayer(copy, example, traced, inputs, watch, self._device).run(apart, originals)
 
     def _trace_all(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace with torch.export alone; if it fails with all sizes symbolic, with those of the example."""
