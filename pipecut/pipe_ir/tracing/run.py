@@ -80,14 +80,14 @@ class FoldCertainRandomBranches(TorchFunctionMode):
         return result
 
 
-class TraceNoopContiguous(TorchFunctionMode):
+class _TraceNoopContiguous(TorchFunctionMode):
     """Sends `contiguous()` through the dispatcher, so that every trace has it.
 
     Of a tensor that is contiguous, torch returns the tensor itself. In another mode or size it may not be contiguous,
     and two traces of one code would not match.
 
     >>> x = torch.ones(2)
-    >>> with TraceNoopContiguous():
+    >>> with _TraceNoopContiguous():
     ...     x.contiguous() is not None
     True
     """
@@ -118,7 +118,7 @@ class _ForwardError(Exception):
 @contextlib.contextmanager
 def own_code(watch: Watch, history: HistoryRecorder, on_answer: Callable[[str], None]) -> Iterator[None]:
     """Run the model's own code, and nothing else: what torch does around it goes through no mode."""
-    with watch, FoldCertainRandomBranches(on_answer), TraceNoopContiguous(), history:
+    with watch, FoldCertainRandomBranches(on_answer), _TraceNoopContiguous(), history:
         yield
 
 
