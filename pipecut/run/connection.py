@@ -70,7 +70,7 @@ class Connection:
                 raise InputError(
                     f"the plan is for {plan.ranks} ranks, and the process group has {dist.get_world_size(group)}"
                 )
-            pipeline = Exchange(group, timeout, Handshake.late)
+            pipeline = Exchange(group, timeout, Handshake.late, reports.check_reported)
             self._number = pipeline.number
             for stage in stages:
                 check_not_within_pipeline(stage.groups, stage.stage_index, stage.group)

@@ -175,6 +175,12 @@ class FailureReports:
             except (ValueError, RuntimeError) as error:
                 raise ClosedGroupError(f"the process group of this schedule has been destroyed: {_ANEW}") from error
 
+    def check_reported(self) -> None:
+        """Raise if another rank has reported a failure."""
+        failed = self._read()
+        if failed is not None:
+            raise StepError(str(failed))
+
     def raise_on_all(self, failure: Failure, cause: BaseException, note: str = "") -> StepError:
         """Report to the others, and return the error to raise here: the first failure of all, whoever had it."""
         first = _within(_STORE_LIMIT, lambda: self._first_of(failure), replace(failure, text=self._words(failure)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import DisagreementError, InputError
+from ..errors import DisagreementError, InputError, PipeError
 from ..pipe_ir import PipeInfo, flatten
 from ..schedule import Plan
 from ..stage import PipelineStage, describe_tensor, local_part
@@ -28,24 +29,33 @@ from .ties import Stages, Tie
 
 _CHUNK = 1 << 20  # bytes of a tensor that are summed at a time
 _TIMEOUT = timedelta(minutes=30)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two looks at the store
 
 
 class Exchange:
     """One exchange of facts between all ranks of a process group.
 
     Every rank makes its exchanges of a group in the same order: they are numbered by it. `late` says what to check
-    if a rank does not take part.
+    if a rank does not take part. `while_waiting` is called now and then, and may raise: a rank that has failed does not
+    come any more.
     """
 
     _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = _TIMEOUT, late: str = "") -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta = _TIMEOUT,
+        late: str = "",
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # torch.distributed is initialised
         self.store = world.get_group_store()
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
+        self._while_waiting = while_waiting
         self.late = late or "did not take part in an exchange of facts within {seconds:g} s"
         self.number = self._made[world] = self._made.get(world, 0) + 1
         self._prefix = f"pipecut/exchange/{incarnations.of(world)}.{self.number}"
@@ -56,13 +66,28 @@ class Exchange:
         return [self._facts(rank) for rank in range(self.ranks)]
 
     def _facts(self, rank: int) -> dict[str, str]:
+        late = self.late.format(seconds=self.timeout.total_seconds())
         try:
-            self.store.wait([self._key(rank)], self.timeout)
+            is_here = self._wait_for(self._key(rank))
+        except PipeError:
+            raise
         except (RuntimeError, OSError) as error:
-            late = self.late.format(seconds=self.timeout.total_seconds())
             raise DisagreementError(f"rank {rank} {late}") from error
+        if not is_here:
+            raise DisagreementError(f"rank {rank} {late}")
         facts: dict[str, str] = json.loads(self.store.get(self._key(rank)))
         return facts
+
+    def _wait_for(self, key: str) -> bool:
+        """Return True when a key is there, False if it does not come in time."""
+        end, pause = time.monotonic() + self.timeout.total_seconds(), _FIRST_PAUSE
+        while not self.store.check([key]):
+            if time.monotonic() > end:
+                return False
+            self._while_waiting()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

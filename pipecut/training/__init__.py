@@ -10,3 +10,4 @@ from .mesh import TrainingMesh as TrainingMesh
 from .mesh import device_mesh as device_mesh
 from .norms import clip_grad_norm_ as clip_grad_norm_
 from .norms import get_total_norm as get_total_norm
+from .progress import Progress as Progress
