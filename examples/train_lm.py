@@ -1,0 +1,145 @@
+"""Trains a small Llama on a text file, byte by byte, over the ranks that torchrun starts.
+
+    torchrun --nproc-per-node 2 examples/train_lm.py --steps 40
+    torchrun --nproc-per-node 4 examples/train_lm.py --steps 80 --resume  # goes on, on another number of stages
+
+Every rank runs this script. With `torchrun --max-restarts 3` a job that loses a rank goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pipecut
+from pipecut.schedule import Plan, plan_for, schedule_names
+from pipecut.training import Progress
+
+BATCH, LENGTH, MICROBATCHES = 16, 64, 8
+EVALUATED = 4  # batches of text that is not trained on
+
+
+class Text:
+    """Batches of a text as bytes; which one a step trains on follows from its number, on every rank alike."""
+
+    def __init__(self, path: Path) -> None:
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+        self.train, self.held_out = data.split([len(data) * 9 // 10, len(data) - len(data) * 9 // 10])
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Return the batch of a training step."""
+        return _batch(self.train, seed=step)
+
+    def evaluation(self) -> list[dict[str, Tensor]]:
+        """Return the batches of an evaluation, the same every time."""
+        return [_batch(self.held_out, seed=-1 - number) for number in range(EVALUATED)]
+
+
+def _batch(data: Tensor, seed: int) -> dict[str, Tensor]:
+    begins = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=torch.Generator().manual_seed(seed))
+    ids = data[begins + torch.arange(LENGTH)]
+    return {"input_ids": ids, "labels": ids}  # the model shifts the labels itself
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the schedule that was asked for, for the ranks that torchrun has started."""
+    ranks, stages = dist.get_world_size(), options.stages
+    chunks, rest = divmod(stages or ranks, ranks)
+    if rest:
+        sys.exit(f"{stages} stages cannot run on {ranks} ranks: start torchrun with --nproc-per-node {stages}")
+    try:
+        chosen = None if stages is None else chunks
+        return plan_for(options.schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=chosen)
+    except pipecut.PlanError as error:
+        more = f" Or start torchrun with --nproc-per-node {stages}, a rank for each stage." if chunks > 1 else ""
+        sys.exit(f"--schedule {options.schedule} on {ranks} ranks: {error}{more}")
+
+
+def make_schedule(plan: Plan, batch: dict[str, Tensor], device: torch.device) -> pipecut.PlannedSchedule:
+    """Cut the model, and return the schedule that trains the stages of this rank."""
+    torch.manual_seed(0)  # the same model on every rank; each keeps its own stages
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=8, max_position_embeddings=LENGTH, use_cache=False, **sizes)
+    pipe = pipecut.pipeline(LlamaForCausalLM(config), (), batch, num_stages=plan.stages)
+    own = plan.placement.stages_of[dist.get_rank()]
+    return pipecut.PlannedSchedule([pipe.build_stage(stage, device) for stage in own], plan)
+
+
+def evaluate(schedule: pipecut.PlannedSchedule, text: Text) -> float:
+    """Return the perplexity of the text that is not trained on."""
+    for stage in schedule.stages:
+        stage.submod.eval()
+    losses = []
+    for batch in text.evaluation():
+        schedule.eval(**batch, return_outputs=False)
+        losses.append(schedule.mean_loss())
+    for stage in schedule.stages:
+        stage.submod.train()
+    return math.exp(sum(losses) / len(losses))
+
+
+def first_step(options: argparse.Namespace, *job: object) -> int:
+    """Return the number of steps that were run before, and let the job go on from there."""
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if pipecut.latest_checkpoint(options.folder) is None:
+        return 0
+    if not options.resume and not is_restarted:
+        sys.exit(f"{options.folder} has checkpoints: pass --resume to go on from the last, or another --folder")
+    schedule, optimizer, scheduler = job
+    return pipecut.load_checkpoint(options.folder, schedule, optimizer, scheduler=scheduler).step
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    """Train, evaluate and save, on this rank."""
+    text = Text(options.text)
+    schedule = make_schedule(make_plan(options), text.batch(0), device)
+    optimizer = torch.optim.AdamW(schedule.parameters(), lr=options.lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)
+    start = first_step(options, schedule, optimizer, scheduler)
+    with Progress(options.steps, schedule, file=options.folder / "metrics.jsonl", start=start) as progress:
+        for step in range(start + 1, options.steps + 1):
+            optimizer.zero_grad()
+            schedule.step(**text.batch(step), return_outputs=False)  # the first rank's arguments are used
+            norm = pipecut.clip_grad_norm_(schedule, max_norm=1.0)
+            optimizer.step()
+            scheduler.step()
+            progress.update(norm=norm, lr=scheduler.get_last_lr()[0])
+            if step % options.save_every == 0 or step == options.steps:
+                progress.log(perplexity=evaluate(schedule, text))
+                pipecut.save_checkpoint(options.folder, schedule, optimizer, step=step, scheduler=scheduler)
+
+
+def main() -> None:
+    """Read the options, and join the ranks that torchrun has started."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path(__file__).with_suffix(".txt"), help="file to train on")
+    parser.add_argument("--steps", type=int, default=200, help="steps in all, with those before (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest rate of learning (default: %(default)s)")
+    parser.add_argument("--schedule", default="1F1B", help=f"one of {', '.join(schedule_names())}")
+    parser.add_argument("--stages", type=int, help="stages in all (default: as many as the schedule needs)")
+    parser.add_argument("--folder", type=Path, default=Path("out/train_lm"), help="for checkpoints and metrics.jsonl")
+    parser.add_argument("--save-every", type=int, default=20, metavar="STEPS", help="(default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    options = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("start this script on several ranks: torchrun --nproc-per-node 2 examples/train_lm.py")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu" if accelerator is None else f"{accelerator.type}:{os.environ['LOCAL_RANK']}")
+    if accelerator is not None:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    train(options, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
