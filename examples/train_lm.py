@@ -97,12 +97,17 @@ def first_step(options: argparse.Namespace, *job: object) -> int:
     return pipecut.load_checkpoint(options.folder, schedule, optimizer, scheduler=scheduler).step
 
 
+def cosine(done: float) -> float:
+    """Return the part of the highest rate of learning that is left when a part of the steps is done."""
+    return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
+
+
 def train(options: argparse.Namespace, device: torch.device) -> None:
     """Train, evaluate and save, on this rank."""
     text = Text(options.text)
     schedule = make_schedule(make_plan(options), text.batch(0), device)
     optimizer = torch.optim.AdamW(schedule.parameters(), lr=options.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step / options.steps))
     start = first_step(options, schedule, optimizer, scheduler)
     with Progress(options.steps, schedule, file=options.folder / "metrics.jsonl", start=start) as progress:
         for step in range(start + 1, options.steps + 1):
@@ -131,10 +136,10 @@ def main() -> None:
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         sys.exit("start this script on several ranks: torchrun --nproc-per-node 2 examples/train_lm.py")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = torch.device("cpu" if accelerator is None else f"{accelerator.type}:{os.environ['LOCAL_RANK']}")
+    accelerator, device = torch.accelerator.current_accelerator(check_available=True), torch.device("cpu")
     if accelerator is not None:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
     options.folder.mkdir(parents=True, exist_ok=True)
     train(options, device)
