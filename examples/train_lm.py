@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pipecut
+from pipecut import PlannedSchedule as Schedule
 from pipecut.schedule import Plan, plan_for, schedule_names
 from pipecut.training import Progress
 
@@ -30,20 +33,20 @@ EVALUATED = 4  # batches of text that is not trained on
 class Text:
     """Batches of a text as bytes; which one a step trains on follows from its number, on every rank alike."""
 
-    def __init__(self, path: Path) -> None:
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    def __init__(self, path: Path, device: torch.device) -> None:
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long().to(device)
         self.train, self.held_out = data.split([len(data) * 9 // 10, len(data) - len(data) * 9 // 10])
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the batch of a training step."""
-        return _batch(self.train, seed=step)
+        return _draw(self.train, seed=step)
 
     def evaluation(self) -> list[dict[str, Tensor]]:
         """Return the batches of an evaluation, the same every time."""
-        return [_batch(self.held_out, seed=-1 - number) for number in range(EVALUATED)]
+        return [_draw(self.held_out, seed) for seed in range(EVALUATED)]
 
 
-def _batch(data: Tensor, seed: int) -> dict[str, Tensor]:
+def _draw(data: Tensor, seed: int) -> dict[str, Tensor]:
     begins = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=torch.Generator().manual_seed(seed))
     ids = data[begins + torch.arange(LENGTH)]
     return {"input_ids": ids, "labels": ids}  # the model shifts the labels itself
@@ -52,73 +55,66 @@ def _batch(data: Tensor, seed: int) -> dict[str, Tensor]:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan of the schedule that was asked for, for the ranks that torchrun has started."""
     ranks, stages = dist.get_world_size(), options.stages
-    chunks, rest = divmod(stages or ranks, ranks)
-    if rest:
+    if stages and stages % ranks:
         sys.exit(f"{stages} stages cannot run on {ranks} ranks: start torchrun with --nproc-per-node {stages}")
     try:
-        chosen = None if stages is None else chunks
-        return plan_for(options.schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=chosen)
+        return plan_for(options.schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=stages and stages // ranks)
     except pipecut.PlanError as error:
-        more = f" Or start torchrun with --nproc-per-node {stages}, a rank for each stage." if chunks > 1 else ""
+        more = f" Or start torchrun with --nproc-per-node {stages}, a rank for each stage." if stages else ""
         sys.exit(f"--schedule {options.schedule} on {ranks} ranks: {error}{more}")
 
 
-def make_schedule(plan: Plan, batch: dict[str, Tensor], device: torch.device) -> pipecut.PlannedSchedule:
+def make_schedule(plan: Plan, device: torch.device) -> Schedule:
     """Cut the model, and return the schedule that trains the stages of this rank."""
     torch.manual_seed(0)  # the same model on every rank; each keeps its own stages
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=8, max_position_embeddings=LENGTH, use_cache=False, **sizes)
-    pipe = pipecut.pipeline(LlamaForCausalLM(config), (), batch, num_stages=plan.stages)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes)
+    example = {name: torch.zeros(2, LENGTH, dtype=torch.long) for name in ("input_ids", "labels")}
+    pipe = pipecut.pipeline(LlamaForCausalLM(config), (), example, num_stages=plan.stages)
     own = plan.placement.stages_of[dist.get_rank()]
-    return pipecut.PlannedSchedule([pipe.build_stage(stage, device) for stage in own], plan)
+    return Schedule([pipe.build_stage(stage, device) for stage in own], plan)
 
 
-def evaluate(schedule: pipecut.PlannedSchedule, text: Text) -> float:
+def perplexity(schedule: Schedule, text: Text) -> float:
     """Return the perplexity of the text that is not trained on."""
     for stage in schedule.stages:
         stage.submod.eval()
-    losses = []
+    total = 0.0
     for batch in text.evaluation():
         schedule.eval(**batch, return_outputs=False)
-        losses.append(schedule.mean_loss())
+        total += schedule.mean_loss()
     for stage in schedule.stages:
         stage.submod.train()
-    return math.exp(sum(losses) / len(losses))
+    return math.exp(total / EVALUATED)
 
 
-def first_step(options: argparse.Namespace, *job: object) -> int:
+def steps_before(options: argparse.Namespace, schedule: Schedule, optimizer: Optimizer, scheduler: LRScheduler) -> int:
     """Return the number of steps that were run before, and let the job go on from there."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if pipecut.latest_checkpoint(options.folder) is None:
         return 0
     if not options.resume and not is_restarted:
         sys.exit(f"{options.folder} has checkpoints: pass --resume to go on from the last, or another --folder")
-    schedule, optimizer, scheduler = job
     return pipecut.load_checkpoint(options.folder, schedule, optimizer, scheduler=scheduler).step
-
-
-def cosine(done: float) -> float:
-    """Return the part of the highest rate of learning that is left when a part of the steps is done."""
-    return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     """Train, evaluate and save, on this rank."""
-    text = Text(options.text)
-    schedule = make_schedule(make_plan(options), text.batch(0), device)
-    optimizer = torch.optim.AdamW(schedule.parameters(), lr=options.lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step / options.steps))
-    start = first_step(options, schedule, optimizer, scheduler)
+    text = Text(options.text, device)
+    schedule = make_schedule(make_plan(options), device)
+    optimizer = AdamW(schedule.parameters(), lr=options.lr)
+    scheduler = LambdaLR(optimizer, lambda step: 0.55 + 0.45 * math.cos(math.pi * step / options.steps))
+    start = steps_before(options, schedule, optimizer, scheduler)
     with Progress(options.steps, schedule, file=options.folder / "metrics.jsonl", start=start) as progress:
         for step in range(start + 1, options.steps + 1):
             optimizer.zero_grad()
             schedule.step(**text.batch(step), return_outputs=False)  # the first rank's arguments are used
             norm = pipecut.clip_grad_norm_(schedule, max_norm=1.0)
             optimizer.step()
-            scheduler.step()
             progress.update(norm=norm, lr=scheduler.get_last_lr()[0])
+            scheduler.step()
             if step % options.save_every == 0 or step == options.steps:
-                progress.log(perplexity=evaluate(schedule, text))
+                progress.log(perplexity=perplexity(schedule, text))
                 pipecut.save_checkpoint(options.folder, schedule, optimizer, step=step, scheduler=scheduler)
 
 

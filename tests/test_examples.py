@@ -110,4 +110,3 @@ def test_train_lm_says_what_does_not_fit(tmp_path: Path) -> None:
     assert "Or start torchrun with --nproc-per-node 4, a rank for each stage." in several.stderr
     alone = run([sys.executable, str(EXAMPLES / "train_lm.py")], tmp_path)
     assert "start this script on several ranks: torchrun --nproc-per-node 2 examples/train_lm.py" in alone.stderr
-    (tmp_path / "out" / "train_lm" / "step-00000002").mkdir(parents=True)
