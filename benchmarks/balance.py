@@ -7,14 +7,11 @@ cut into equal numbers of layers, and by parameters, at the same places.
 from __future__ import annotations
 
 import functools
-import importlib
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 import pipecut
+from examples.vision import UNet
 from pipecut.pipe_ir.traced import TracedModel
 from pipecut.planning.measure import example_values, measure_stages
 from pipecut.planning.measured_chain import measured_chain, refined_cut
@@ -90,7 +88,7 @@ def subjects() -> list[Subject]:
     config = GPTConfig(width=WIDTH, vocabulary=WORDS)
     return [
         Subject("example: GPT", lambda: GPT(config), lambda: {"tokens": random_tokens(config, ROWS)}),
-        Subject("example: U-Net", _unet, lambda: {"image": torch.randn(ROWS, 3, 64, 64)}),
+        Subject("example: U-Net", lambda: UNet(16, image_channels=3), lambda: {"image": torch.randn(ROWS, 3, 64, 64)}),
         Subject("GPT-2", _published("GPT2LMHeadModel", "GPT2Config", vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS,
                                     n_head=4, n_positions=128), _text),
         Subject("Llama", _published("LlamaForCausalLM", "LlamaConfig", **DECODER), _text),
@@ -111,13 +109,6 @@ def subjects() -> list[Subject]:
                                   num_attention_heads=4, intermediate_size=4 * WIDTH, image_size=64,
                                   patch_size=8), _images),
     ]  # fmt: skip
-
-
-def _unet() -> nn.Module:
-    # The example imports its neighbours by their plain names.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-    unet: nn.Module = importlib.import_module("unet_with_skips").UNet(channels=16)
-    return unet
 
 
 def stage_times(traced: TracedModel, plan: SplitPlan, inputs: Mapping[str, Tensor], rounds: int) -> list[float]:

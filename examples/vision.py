@@ -43,9 +43,9 @@ class UNet(nn.Module):
                           \\--- bottom ---/
     """
 
-    def __init__(self, channels: int = 8) -> None:
+    def __init__(self, channels: int = 8, image_channels: int = 1) -> None:
         super().__init__()
-        self.down1 = Convolutions(1, channels)
+        self.down1 = Convolutions(image_channels, channels)
         self.down2 = Convolutions(channels, 2 * channels)
         self.bottom = Convolutions(2 * channels, 4 * channels)
         self.up2 = Convolutions(4 * channels + 2 * channels, 2 * channels)
