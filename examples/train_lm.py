@@ -136,7 +136,10 @@ def main() -> None:
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group()
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    # After a restart torchrun's store still has addresses of processes that are gone: each attempt has its own keys.
+    attempt = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(store=attempt, rank=rank, world_size=ranks)
     options.folder.mkdir(parents=True, exist_ok=True)
     train(options, device)
     dist.destroy_process_group()
