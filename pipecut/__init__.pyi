@@ -52,6 +52,7 @@ from .stage import empty_weights as empty_weights
 from .stage import random_streams as random_streams
 from .stage import save_stage as save_stage
 from .training import CheckpointSave as CheckpointSave
+from .training import GradScaler as GradScaler
 from .training import LoadedCheckpoint as LoadedCheckpoint
 from .training import TrainingMesh as TrainingMesh
 from .training import clip_grad_norm_ as clip_grad_norm_

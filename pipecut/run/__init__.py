@@ -10,6 +10,7 @@ from .calls import cut_by_hand as cut_by_hand
 from .calls import cut_traced as cut_traced
 from .connection import CLIP as CLIP
 from .connection import NORM as NORM
+from .connection import UNSCALE as UNSCALE
 from .executor import ActionContext as ActionContext
 from .executor import Executor as Executor
 from .executor import checked_op as checked_op

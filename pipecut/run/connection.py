@@ -32,7 +32,7 @@ from .transport import (
     wait_for,
 )
 
-EVAL, STEP, NORM, CLIP = range(4)
+EVAL, STEP, NORM, CLIP, UNSCALE = range(5)
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 
 
@@ -237,6 +237,7 @@ CALLS = {
     STEP: "step()",
     NORM: "get_total_norm()",
     CLIP: "clip_grad_norm_()",
+    UNSCALE: "unscale_() or step() of GradScaler",
 }
 _HEADER = 5  # numbers that say which call it is, and how many follow
 _NO_NUMBER = -1 << 62  # of a step, where the user gives none

@@ -222,7 +222,7 @@ class Executor:
         stage = self.stages[action.stage]
         stage.replica.reduce_gradients()
         if self.added_losses:
-            self.added_losses.give_gradients(stage)
+            self.added_losses.give_gradients(stage, state.loss_scale)
 
     def _overlap(self, action: Action, state: StepState) -> None:
         for part in action.parts:

@@ -293,15 +293,19 @@ class AddedLosses:
         """Return the sum of the losses of some stages in the last training step."""
         return sum(float(self._values[stage]) for stage in stages if stage in self._values)
 
-    def give_gradients(self, stage: PipelineStage) -> None:
-        """Add the gradients of the losses to the parameters of a stage, after all that its microbatches gave."""
+    def give_gradients(self, stage: PipelineStage, scale: Tensor | None = None) -> None:
+        """Add the gradients of the losses to the parameters of a stage, after all that its microbatches gave.
+
+        `scale` is the factor of all losses, if they are scaled.
+        """
         named = self._counted(stage)
         trained = [parameter for parameter in named.values() if parameter.requires_grad]
         with torch.enable_grad():
             losses = [_checked(term(dict(named)), stage.stage_index) for term in self._terms]
             total = sum(losses[1:], losses[0])
         if total.requires_grad:
-            _add(trained, torch.autograd.grad(total, trained, allow_unused=True))
+            scaled = total if scale is None else total * scale.to(total.device)
+            _add(trained, torch.autograd.grad(scaled, trained, allow_unused=True))
         self._values[stage.stage_index] = full_tensor(total.detach())
 
     def _counted(self, stage: PipelineStage) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ class LastStage:
     def gradient(self, loss: Tensor, microbatch: int, state: StepState) -> Tensor:
         """Return the gradient of a microbatch's loss: its part of the loss of the batch."""
         weights = state.weights or state.samples
-        return torch.full_like(loss, weights[microbatch] / sum(weights) if self.scale_gradients else 1.0)
+        part = torch.full_like(loss, weights[microbatch] / sum(weights) if self.scale_gradients else 1.0)
+        return part if state.loss_scale is None else (part * state.loss_scale.to(part.device)).to(part.dtype)
 
     def _check_mergeable(self, result: Any, microbatch: int, state: StepState) -> None:
         """Raise on an output that cannot be merged, before there are gradients; one like the last is not tried."""

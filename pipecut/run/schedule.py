@@ -26,6 +26,7 @@ from .inputs import Given, InputCutter
 from .isolation import Isolation
 from .last_stage import results
 from .loss import BatchLoss, LossWeight, Objective, weighing_of
+from .loss_scale import HasLossScale
 from .metrics import Meter, StepMetrics, TokenCounter
 from .parameters import HoldsStages
 from .random_numbers import checked_kind, with_states
@@ -38,7 +39,7 @@ from .variants import Forms
 _ScheduleT = TypeVar("_ScheduleT", bound="PipelineSchedule")
 
 
-class PipelineSchedule(HoldsStages, HasAgreement):
+class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
     """Trains and evaluates stages by a plan.
 
     Every rank makes one with its own stages, and calls `step`. Inputs are needed on the rank of the first stage, the
@@ -341,7 +342,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
         finally:
             self._connection.end_call()
 
-    def _states(self, given: Given) -> dict[int, StepState]:
+    def _states(self, given: Given) -> Mapping[int, StepState]:
         """Return the state in which each rank that is here begins the step, once all agree on it."""
         if not self._connection.handshake.is_done:
             self._run_handshake()
@@ -350,7 +351,7 @@ class PipelineSchedule(HoldsStages, HasAgreement):
             stage.check_no_new_wrappers()
             if stage.origin is not None:
                 stage.origin.check_unchanged(stage.submod)
-        return self._cutter.make(given)
+        return self._scale_losses(self._cutter.make(given), training=given.training)
 
     def _run_actions(self, runner: Runner, states: Mapping[int, StepState], given: Given) -> bool:
         """Run the step, and return True if it trained."""

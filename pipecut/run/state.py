@@ -37,6 +37,7 @@ class StepState:
     roots: Sequence[Mapping[int, Tensor]] = ()  # traced models: the model's inputs by number, on the first stage's rank
     targets: Sequence[Any] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: Tensor | None = None  # the factor of all losses, if they are scaled
     weights: Sequence[float] | None = None  # of the microbatches' losses, if it is not the number of samples
 
     # The end of the model, on the rank of the last stage.

@@ -73,6 +73,8 @@ from .patches import stand_ins_reported as stand_ins_reported
 from .patches import tensors_not_copied as tensors_not_copied
 from .patches import torch_functions_off as torch_functions_off
 from .patches import without_modes as without_modes
+from .scaler import FoundInf as FoundInf
+from .scaler import OpenGradScaler as OpenGradScaler
 from .tracing import ENTER_AUTOCAST as ENTER_AUTOCAST
 from .tracing import ENTER_VMAP as ENTER_VMAP
 from .tracing import EXIT_AUTOCAST as EXIT_AUTOCAST

@@ -11,3 +11,4 @@ from .mesh import device_mesh as device_mesh
 from .norms import clip_grad_norm_ as clip_grad_norm_
 from .norms import get_total_norm as get_total_norm
 from .progress import Progress as Progress
+from .scaler import GradScaler as GradScaler

@@ -115,6 +115,8 @@ def _norm_of(
             f"{call.name}() takes the schedule first, and got {type(schedule).__name__}: a rank has the parameters of "
             f"its own stages only; for a model that is not cut there is torch.nn.utils.{call.name}"
         )
+    if schedule.loss_scaler is not None:
+        schedule.loss_scaler.check_unscaled(call.name)
     held = schedule.held_parameters()
     chosen = _Chosen(schedule, held, parameters)
     message = _Message(schedule, known_order(schedule) or find_order(schedule, held, call.kind), call)
