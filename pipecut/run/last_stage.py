@@ -1,9 +1,9 @@
-"""The last stage after its module has run: the loss at which the backward begins, and the results of the batch."""
+"""The last stage after its module has run: the loss at which the backward begins, its scale, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -158,3 +158,29 @@ def _needs_gradient(stage: PipelineStage, flight: Flight) -> bool:
 
 def _detached(result: Any) -> Any:
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result, holders=True)
+
+
+# The factor of the loss in a backward, for gradients in float16.
+
+
+class _LossScaler(Protocol):
+    """Knows the factor; every rank has one, with the same factor."""
+
+    def begin_step(self) -> Tensor:
+        """Return the factor of a training step that begins; raise if the step does not fit."""
+
+    def check_unscaled(self, call: str) -> None:
+        """Raise if the gradients have been multiplied by the factor and not yet divided by it."""
+
+
+class HasLossScale:
+    """Base class of schedules: the loss scaler of its steps, if there is one. Reported losses are not scaled."""
+
+    loss_scaler: _LossScaler | None = None
+
+    def _scale_losses(self, states: Mapping[int, StepState], *, training: bool) -> Mapping[int, StepState]:
+        """Return the states of a step, in which losses are scaled from now on."""
+        scale = self.loss_scaler.begin_step() if training and self.loss_scaler is not None else None
+        for state in states.values():
+            state.loss_scale = scale
+        return states

@@ -24,9 +24,8 @@ from .failure import END
 from .gradients import AddedLosses, LossTerm, restore_gradients
 from .inputs import Given, InputCutter
 from .isolation import Isolation
-from .last_stage import results
+from .last_stage import HasLossScale, results
 from .loss import BatchLoss, LossWeight, Objective, weighing_of
-from .loss_scale import HasLossScale
 from .metrics import Meter, StepMetrics, TokenCounter
 from .parameters import HoldsStages
 from .random_numbers import checked_kind, with_states

@@ -5,7 +5,9 @@ torch these fail first, and name what has changed. No other room touches a name 
 """
 
 from .autograd import WRITE_TO_LEAF as WRITE_TO_LEAF
+from .autograd import FoundInf as FoundInf
 from .autograd import NodeKind as NodeKind
+from .autograd import OpenGradScaler as OpenGradScaler
 from .autograd import gradient_shape as gradient_shape
 from .autograd import has_gradient_hooks as has_gradient_hooks
 from .autograd import hooks_registered as hooks_registered
@@ -73,8 +75,6 @@ from .patches import stand_ins_reported as stand_ins_reported
 from .patches import tensors_not_copied as tensors_not_copied
 from .patches import torch_functions_off as torch_functions_off
 from .patches import without_modes as without_modes
-from .scaler import FoundInf as FoundInf
-from .scaler import OpenGradScaler as OpenGradScaler
 from .tracing import ENTER_AUTOCAST as ENTER_AUTOCAST
 from .tracing import ENTER_VMAP as ENTER_VMAP
 from .tracing import EXIT_AUTOCAST as EXIT_AUTOCAST

@@ -103,3 +103,25 @@ def profiler_is_on() -> bool:
 def packing_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost `saved_tensors_hooks` that are active, None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# The gradient scaler, with its check for infinities open to a subclass.
+
+
+FoundInf = dict[torch.device, Tensor]  # above 0 where a gradient is not finite
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """GradScaler that lets `found_by(check)` run its check, and return what was found instead.
+
+    There is no public way to say that another process has found an infinity. Both `unscale_` and the step of a fused
+    optimizer, which scales by itself, make the check in one method.
+    """
+
+    def found_by(self, check: Callable[[], FoundInf]) -> FoundInf:
+        """Run the check, which also divides the gradients by the scale."""
+        return check()
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> FoundInf:
+        base = super()._unscale_grads_
+        return self.found_by(lambda: base(optimizer, inv_scale, found_inf, allow_fp16))

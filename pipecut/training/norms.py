@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,6 @@ from ..run import CLIP, NORM, HeldTensor, PipelineSchedule
 from ..stage import is_distributed
 from ..text import counted, did_you_mean, listed, numbered, tensor_text
 from ..torch_internals import norm_of_each
-from .parameter_order import ParameterOrder, find_order, key_of, known_order
 from .sharded_norms import sharded_norms
 
 _Selection = Tensor | Iterable[Any] | Mapping[str, Any] | None
@@ -119,10 +121,10 @@ def _norm_of(
         schedule.loss_scaler.check_unscaled(call.name)
     held = schedule.held_parameters()
     chosen = _Chosen(schedule, held, parameters)
-    message = _Message(schedule, known_order(schedule) or find_order(schedule, held, call.kind), call)
+    message = _Message(schedule, _known_order(schedule) or _find_order(schedule, held, call.kind), call)
     numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
     if message.is_outdated(numbers):
-        message = _Message(schedule, find_order(schedule, held, call.kind), call, is_new=True)
+        message = _Message(schedule, _find_order(schedule, held, call.kind), call, is_new=True)
         numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
     norms = message.read(numbers)
     values = _tensors_of(list(norms.values()), schedule.stages[0].device)
@@ -135,6 +137,61 @@ def _norm_of(
             + ". Nothing was clipped; error_if_nonfinite=False clips by it anyway"
         )
     return [each.value for each in chosen.held if each.value.grad is not None], total
+
+
+# The order of all parameters: the model's own, known to every rank, wherever each parameter is.
+
+_Key = tuple[int, str]  # the stage and the name there
+
+
+@dataclass(frozen=True)
+class _ParameterOrder:
+    """All parameters of a pipeline, each once, in the model's order."""
+
+    keys: tuple[_Key, ...]
+    names: tuple[str, ...]  # in the model; of modules cut by hand that have the same names, with their stages
+
+    @property
+    def places(self) -> Mapping[_Key, int]:
+        """The place of each parameter."""
+        return {key: place for place, key in enumerate(self.keys)}
+
+    def fits(self, held: Iterable[HeldTensor], own: Iterable[int]) -> bool:
+        """Return True if those of some stages are the ones that are held now."""
+        stages = set(own)
+        return {key for key in self.keys if key[0] in stages} == set(_keys_of(held))
+
+
+_orders: weakref.WeakKeyDictionary[PipelineSchedule, _ParameterOrder] = weakref.WeakKeyDictionary()
+
+
+def _known_order(schedule: PipelineSchedule) -> _ParameterOrder | None:
+    """Return the order that the ranks have found last; None before the first time, on all of them."""
+    return _orders.get(schedule)
+
+
+def _find_order(schedule: PipelineSchedule, held: Sequence[HeldTensor], call: int) -> _ParameterOrder:
+    """Exchange with all ranks which parameters there are; they do so in the same call."""
+    own = [[*each.order, each.stage, each.local_name, each.name] for each in held if each.counts]
+    facts = schedule.agreement.exchange(call, {"parameters": json.dumps(own)})
+    every = sorted(tuple(entry) for fact in facts for entry in json.loads(fact["parameters"]))
+    names = Counter(name for *_, name in every)
+    titles = [name if names[name] == 1 else f"{name} of stage {stage}" for *_, stage, _, name in every]
+    keys = [(stage, local) for *_, stage, local, _ in every]
+    _orders[schedule] = _ParameterOrder(tuple(keys), tuple(titles))
+    return _orders[schedule]
+
+
+def _key_of(held: HeldTensor) -> _Key:
+    """Return the key of a parameter in `places`."""
+    return held.stage, held.local_name
+
+
+def _keys_of(held: Iterable[HeldTensor]) -> list[_Key]:
+    return [_key_of(each) for each in held if each.counts]
+
+
+# What each rank takes part with.
 
 
 class _Chosen:
@@ -158,15 +215,15 @@ class _Chosen:
         ties = [tie.names for tie in self._schedule.ties if held.local_name in tie.names.get(held.stage, ())]
         return {held.name, held.local_name, *(name for names in ties for each in names.values() for name in each)}
 
-    def fits(self, order: ParameterOrder) -> bool:
+    def fits(self, order: _ParameterOrder) -> bool:
         """Return True if all names that were given are known."""
         return all(each in self._known(order) for each in self._given if isinstance(each, str))
 
-    def _known(self, order: ParameterOrder) -> set[str]:
+    def _known(self, order: _ParameterOrder) -> set[str]:
         known = {*order.names, *(name for each in self._all for name in self._names_of(each))}
         return known | {name for tie in self._schedule.ties for names in tie.names.values() for name in names}
 
-    def check(self, order: ParameterOrder) -> None:
+    def check(self, order: _ParameterOrder) -> None:
         """Raise on what is no parameter of the pipeline."""
         own = {id(each.value) for each in self._all}
         for each in self._given:
@@ -185,7 +242,9 @@ class _Chosen:
 class _Message:
     """The numbers of all ranks: each writes those of its own parameters, and zeros for others; then they are summed."""
 
-    def __init__(self, schedule: PipelineSchedule, order: ParameterOrder, call: _Call, *, is_new: bool = False) -> None:
+    def __init__(
+        self, schedule: PipelineSchedule, order: _ParameterOrder, call: _Call, *, is_new: bool = False
+    ) -> None:
         self._schedule = schedule
         self._order = order
         self._call = call
@@ -221,7 +280,7 @@ class _Message:
         norms = _norms_of([each.value.grad for each in counted], self._call, self._schedule)
         places = self._order.places
         for each, norm, value in zip(counted, norms, _values_of(norms), strict=True):
-            begin = self._norms + 2 * places[key_of(each)]
+            begin = self._norms + 2 * places[_key_of(each)]
             numbers[begin : begin + 2] = [1.0 + _DTYPES.index(norm.dtype), value]
 
     def is_outdated(self, numbers: Sequence[float]) -> bool:
