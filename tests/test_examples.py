@@ -77,6 +77,8 @@ def test_train_lm_goes_on_under_another_number_of_stages_as_if_it_had_not_stoppe
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     printed = train_lm(2, tmp_path, "--steps=6", "--save-every=3", f"--folder={whole}")
     assert "step 6/6: perplexity " in printed
+    again = run([*TORCHRUN, "--nproc-per-node=2", str(EXAMPLES / "train_lm.py"), f"--folder={whole}"], tmp_path)
+    assert f"{whole} has checkpoints: pass --resume to go on from the last, or another --folder" in again.stderr
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "step-00000006")
     (resumed / "metrics.jsonl").unlink()
