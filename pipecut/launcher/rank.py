@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import LostConnectionError
 from ..run import PATIENCE
 from ..torch_internals import LOST_CONNECTION, forget_meshes, number_of_groups
 
@@ -90,6 +91,8 @@ class Outcome:
 def _is_lost_connection(error: BaseException | None) -> bool:
     seen: list[BaseException] = []  # a cause may have the error that it caused as its context
     while error is not None and error not in seen:
+        if isinstance(error, LostConnectionError):
+            return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_CONNECTION):
             return True
         seen.append(error)

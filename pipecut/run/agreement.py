@@ -65,7 +65,7 @@ class Agreement:
         connection.begin_call(call)
         try:
             with connection.reporting(where):
-                if not connection.handshake.is_done:
+                if not connection.is_ready:
                     self._handshake()
                 connection.share(call, self._source, [] if self._source in connection.ranks else None)
                 yield where

@@ -20,12 +20,12 @@ from ..torch_internals import is_compiled
 from .failure import ANY_PARTNER, ANY_RANK, BEGIN, END, FailureReports, describe, step_error
 from .handshake import Exchange, Handshake
 from .transport import (
-    DistributedTransport,
-    InProcessTransport,
-    ParcelQueues,
+    HostMeeting,
+    Selection,
+    SharedMemoryTransport,
     TimedTransport,
     Transport,
-    TransportFactory,
+    TransportOption,
     clock_of,
     connection_to,
     device_of_numbers,
@@ -43,7 +43,7 @@ class Connection:
     """
 
     def __init__(
-        self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta, transport: TransportFactory | None = None
+        self, stages: Sequence[PipelineStage], plan: Plan, timeout: timedelta, transport: TransportOption = None
     ) -> None:
         distributed = _is_distributed(stages, plan)
         self.in_process = len(stages) == plan.stages and not distributed
@@ -61,7 +61,16 @@ class Connection:
         # Of whole pipelines, with batches of their own: tensor-parallel partners share one.
         self.copies = [] if self.in_process else _distinct(one for stage in stages for one in stage.groups.replicas)
         pipeline = None
-        if not self.in_process:
+        self._selection = Selection(transport)
+        self._on_host: SharedMemoryTransport | None = None
+        self._devices = [stage.device for stage in stages]
+        self._meeting: HostMeeting | None = None
+        self.is_ready = False  # True once the ranks have compared what they do, and found their way to each other
+        self.clock = clock_of(device)
+        self.transports: Sequence[Transport]
+        if self.in_process:
+            self.transports = self._selection.in_process(plan.ranks)
+        else:
             used = _distinct(group for stage in stages for group in stage.groups.used)
             self.failure_reports = reports = FailureReports(group, device, partners, timeout, used)
             self._running = _locks.setdefault(reports.groups[0], self._running)
@@ -72,16 +81,11 @@ class Connection:
                 )
             pipeline = Exchange(group, timeout, Handshake.late, reports.check_reported)
             self._number = pipeline.number
+            self._timed = TimedTransport(self._selection.before_meeting(group, device, timeout), self.clock)
+            self.transports = [self._timed]
+            self._meeting = HostMeeting(pipeline.rank, pipeline.ranks, pipeline.run, timeout.total_seconds())
             for stage in stages:
                 check_not_within_pipeline(stage.groups, stage.stage_index, stage.group)
-        here = range(plan.ranks) if self.in_process else [dist.get_rank(group)]
-        if transport is not None and not callable(transport):
-            raise InputError(f"transport= is a {type(transport).__name__}: {_TRANSPORT_REMEDY}")
-        own = _default_transport(group, device, self.timeout, in_process=self.in_process)
-        make = transport if transport is not None else own
-        self.clock = clock_of(device)
-        made = [_checked_transport(make(rank, plan.ranks), rank, plan.ranks) for rank in here]
-        self.transports: list[Transport] = made if self.in_process else [TimedTransport(made[0], self.clock)]
         self.handshake = Handshake(pipeline, [Exchange(group, timeout, Handshake.late) for group in partners])
         self._check_placement(stages, plan)
 
@@ -96,6 +100,18 @@ class Connection:
     def ranks(self) -> list[int]:
         """The ranks that are here."""
         return [transport.rank for transport in self.transports]
+
+    def make_ready(self) -> None:
+        """Take the quickest transport that all ranks can use; all of them call this after their handshake."""
+        if self._meeting is not None and self.failure_reports is not None:
+            reports = self.failure_reports
+            found = self._selection.meet(self._meeting, reports.groups[0], self._devices, self.timeout)
+            if found is not None:
+                self._timed.use(found)
+                self._on_host = found
+                reports.shut_down = found.channels.shut_down
+            self._meeting = None
+        self.is_ready = True
 
     def begin_call(self, kind: int, step_number: int | None = None) -> None:
         """Begin a step or an evaluation; raise if another is running, or the ranks cannot reach each other.
@@ -182,10 +198,7 @@ class Connection:
             reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
         numbers = [0.0 if error is None else 1.0, *figures]
         for group in (*reports.groups[1:], reports.groups[0]):  # with the partners of a stage, then with other stages
-            shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
-            with connection_to(ANY_RANK if group is reports.groups[0] else ANY_PARTNER):
-                wait_for(dist.all_reduce(shared, group=group, async_op=True), self.timeout)
-            failed, *sums = shared.tolist()
+            failed, *sums = self._added_up(numbers, group, reports)
             told = reports.read_outcome(call) if failed else ""
             partners = 1 if group is reports.groups[0] else group.size()
             numbers = [failed, *(number / partners for number in sums)]
@@ -194,6 +207,17 @@ class Connection:
             raise self._agreed from error
         return numbers[1:]
 
+    def _added_up(self, numbers: list[float], group: dist.ProcessGroup, reports: FailureReports) -> list[float]:
+        """Return the sums of numbers over the ranks of a group."""
+        is_pipeline = group is reports.groups[0]
+        if is_pipeline and self._on_host is not None:
+            return self._on_host.add_up(numbers)
+        shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
+        with connection_to(ANY_RANK if is_pipeline else ANY_PARTNER):
+            wait_for(dist.all_reduce(shared, group=group, async_op=True), self.timeout)
+        sums: list[float] = shared.tolist()
+        return sums
+
 
 def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return list({group.group_name: group for group in groups}.values())
@@ -201,33 +225,6 @@ def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:
     return is_initialized() and plan.ranks > 1 and dist.get_world_size(stages[0].group) > 1
-
-
-def _default_transport(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, in_process: bool
-) -> TransportFactory:
-    if in_process:
-        queues = ParcelQueues()
-        return lambda rank, ranks: InProcessTransport(queues, rank, ranks)
-    return lambda rank, ranks: DistributedTransport(group, device, timeout)
-
-
-_TRANSPORT_REMEDY = "pass a function of (rank, ranks) that returns an object with the protocol of pipecut.run.Transport"
-_PROTOCOL = ("rank", "ranks", "receives_ahead", "send", "receive", "share", "finish", "clear")
-
-
-def _checked_transport(transport: Transport, rank: int, ranks: int) -> Transport:
-    missing = [name for name in _PROTOCOL if not hasattr(transport, name)]
-    if missing:
-        raise InputError(
-            f"{type(transport).__name__}, made by transport=, has no {', '.join(missing)}: {_TRANSPORT_REMEDY}"
-        )
-    if (transport.rank, transport.ranks) != (rank, ranks):
-        raise InputError(
-            f"{type(transport).__name__} is made for rank {transport.rank} of {transport.ranks}, and the schedule "
-            f"needs one for rank {rank} of {ranks}: let transport= be a function of (rank, ranks) that makes it"
-        )
-    return transport
 
 
 # Numbers that one rank shares with all.

@@ -147,6 +147,7 @@ class FailureReports:
         self._closable = [*self.groups, *(each for each in used if each.group_name not in known)]
         self.device = device
         self.call = ""  # the one that is running
+        self.shut_down: Callable[[], None] = lambda: None  # wakes ranks that wait for others past the process group
         self.timeout = min(timeout, *(group_timeout(each, device) for each in self.groups))
         self._keys = [f"pipecut/failure/{incarnations.of(group)}" for group in self._closable]
         self._stores = [group.get_group_store() for group in self._closable]
@@ -286,6 +287,8 @@ class FailureReports:
 
     def _close_connections(self, group: dist.ProcessGroup) -> None:
         """Break what others may wait for. gloo closes a connection on which a receive has timed out."""
+        if group is self.groups[0]:
+            self.shut_down()
         kinds = backends(group)
         if kinds.get(self.device.type, "gloo") != "gloo":
             abort_connections(group, self.device)

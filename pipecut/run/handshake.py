@@ -60,22 +60,25 @@ class Exchange:
         self.number = self._made[world] = self._made.get(world, 0) + 1
         self._prefix = f"pipecut/exchange/{incarnations.of(world)}.{self.number}"
 
-    def run(self, facts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Give this rank's facts, and return those of every rank, in the order of the ranks."""
-        self.store.set(self._key(self.rank), json.dumps(dict(facts)))
-        return [self._facts(rank) for rank in range(self.ranks)]
+    def run(self, facts: Mapping[str, str], part: str = "") -> list[dict[str, str]]:
+        """Give this rank's facts, and return those of every rank, in the order of the ranks.
 
-    def _facts(self, rank: int) -> dict[str, str]:
-        late = self.late.format(seconds=self.timeout.total_seconds())
+        An exchange may have further parts, each under a name of its own.
+        """
+        self.store.set(self._key(self.rank, part), json.dumps(dict(facts)))
+        return [self._facts(rank, part) for rank in range(self.ranks)]
+
+    def _facts(self, rank: int, part: str) -> dict[str, str]:
+        key, late = self._key(rank, part), self.late.format(seconds=self.timeout.total_seconds())
         try:
-            is_here = self._wait_for(self._key(rank))
+            is_here = self._wait_for(key)
         except PipeError:
             raise
         except (RuntimeError, OSError) as error:
             raise DisagreementError(f"rank {rank} {late}") from error
         if not is_here:
             raise DisagreementError(f"rank {rank} {late}")
-        facts: dict[str, str] = json.loads(self.store.get(self._key(rank)))
+        facts: dict[str, str] = json.loads(self.store.get(key))
         return facts
 
     def _wait_for(self, key: str) -> bool:
@@ -89,8 +92,8 @@ class Exchange:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return True
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
+    def _key(self, rank: int, part: str) -> str:
+        return f"{self._prefix}/{rank}" + (f"/{part}" if part else "")
 
 
 def exchange(
@@ -174,7 +177,6 @@ class Handshake:
     def __init__(self, pipeline: Exchange | None, copies: Iterable[Exchange]) -> None:
         self._pipeline = pipeline
         self._copies = list(copies)
-        self.is_done = False
         self.reported: dict[str, str] = {}  # the facts that only some ranks have
 
     def run(
@@ -199,7 +201,6 @@ class Handshake:
         same_stages |= {f"stage {index} and its copies": structure_text(stage.submod) for index, stage in held.items()}
         while self._copies:
             _compare(self._copies.pop(0), {**facts, **own, **same_stages}, {})
-        self.is_done = True
 
 
 def _compare(way: Exchange, facts: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

@@ -119,11 +119,15 @@ class RankRunner:
         executor = self.executor
         handlers = executor.handlers
         timed = _is_timed(self)
-        ahead = _PostedAhead(executor, [action for action in row if action.op in RECEIVES], state)
+        ahead = None
+        if executor.transport.receives_ahead:
+            ahead = _PostedAhead(executor, [action for action in row if action.op in RECEIVES], state)
+            handlers = {**handlers, **dict.fromkeys(RECEIVES, ahead.reached)}
         for action in row:
             self._action = action
-            ahead.post()
-            handler = ahead.reached if action.op in RECEIVES else handlers[action.op]
+            if ahead is not None:
+                ahead.post()
+            handler = handlers[action.op]
             if timed:
                 if action.is_compute:  # so that its time has no waiting in it
                     executor.mail.wait_for(action, state)
@@ -155,8 +159,6 @@ class _PostedAhead:
         self.mail = executor.mail
         self.state = state
         self.receives = receives
-        self.most = _AHEAD if executor.transport.receives_ahead else 0
-        self.enough = self.most // 2
         self.posted = 0
         self.passed = 0
         self.sizes: list[int] = []
@@ -164,11 +166,11 @@ class _PostedAhead:
 
     def post(self) -> None:
         """Post as many as may be ahead, and are known, unless there are many still."""
-        if self.posted - self.passed > self.enough:
+        if self.posted - self.passed > _AHEAD // 2:
             return
         while self.posted < len(self.receives):
             ahead = self.posted - self.passed
-            if ahead >= self.most or (ahead >= _AHEAD_AT_LEAST and self.bytes_ahead > _BYTES_AHEAD):
+            if ahead >= _AHEAD or (ahead >= _AHEAD_AT_LEAST and self.bytes_ahead > _BYTES_AHEAD):
                 return
             action = self.receives[self.posted]
             size = self.mail.size_of(action, self.state)

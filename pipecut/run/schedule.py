@@ -32,7 +32,7 @@ from .random_numbers import checked_kind, with_states
 from .runner import LossProbing, Runner
 from .state import StepState
 from .ties import declared_ties, ties_of_pipe, with_ties
-from .transport import TransportFactory
+from .transport import TransportOption
 from .variants import Forms
 
 _ScheduleT = TypeVar("_ScheduleT", bound="PipelineSchedule")
@@ -62,8 +62,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
       process group's own timeout holds too, if it is shorter. Ten minutes by default, for a rank may compile in its
       first step: then all others wait for it. Waits of a `transport` of your own are up to that.
     - `ties`: parameters that modules cut by hand share, each a dict from stage to the name of the parameter there.
-    - `transport` is a function of a rank and the number of ranks that makes the way between ranks, if it should not be
-      torch.distributed: see `pipecut.run.Transport`.
+    - `transport`: "shared_memory" (default on CPUs of a host), "process_group", or a function: `pipecut.run.Transport`.
     - `random_numbers` says what dropout and the like draw from: see below.
 
     Ranks count their calls, and compare the counts at each. A rank that skips a batch in its loop makes as many calls
@@ -131,7 +130,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
-        transport: TransportFactory | None = None,
+        transport: TransportOption = None,
     ) -> None:
         self.stages = list(self._checked_stages(stages))
         self.n_microbatches = plan.microbatches
@@ -343,7 +342,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
 
     def _states(self, given: Given) -> Mapping[int, StepState]:
         """Return the state in which each rank that is here begins the step, once all agree on it."""
-        if not self._connection.handshake.is_done:
+        if not self._connection.is_ready:
             self._run_handshake()
         self._check_given(given)
         for stage in self.stages:
@@ -386,6 +385,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
         options["losses added by add_loss()"] = len(self._added_losses)
         own = self._probing.fact if self._last_rank in self._connection.ranks else {}
         self._connection.handshake.run(self.plan, self.info, self.ties, self.stages, options, own)
+        self._connection.make_ready()
 
     def _check_given(self, given: Given) -> None:
         """Raise on what a step cannot be called with."""

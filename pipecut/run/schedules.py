@@ -15,7 +15,7 @@ from ..torch_internals import is_compiled_whole
 from .connection import as_list
 from .loss import LossWeight
 from .schedule import PipelineSchedule
-from .transport import TransportFactory
+from .transport import TransportOption
 
 
 class FamilySchedule(PipelineSchedule):
@@ -40,7 +40,7 @@ class FamilySchedule(PipelineSchedule):
         loss_weight: LossWeight | None = None,
         target_chunk_spec: Any = None,
         ties: Sequence[Mapping[int, str]] = (),
-        transport: TransportFactory | None = None,
+        transport: TransportOption = None,
     ) -> None:
         plan = self._make_plan(self._checked_stages(stages), n_microbatches, ranks)
         super().__init__(

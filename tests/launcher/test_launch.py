@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecut import InputError, PipeError, PipelineStage, Schedule1F1B
-from pipecut.errors import LaunchError
+from pipecut.errors import LaunchError, LostConnectionError
 from pipecut.launcher import launch
 from pipecut.launcher import pool as pool_module
 from pipecut.launcher import rank as rank_module
@@ -491,6 +491,8 @@ def test_a_lost_connection_is_seen_below_other_errors() -> None:
     error = PipeError("the step failed")
     assert not Outcome.of_error(0, error).lost_connection
     error.__cause__ = RuntimeError("[pair.cc] Connection closed by peer")
+    assert Outcome.of_error(0, error).lost_connection
+    error.__cause__ = LostConnectionError(1, ConnectionResetError("Connection closed by the other process"))
     assert Outcome.of_error(0, error).lost_connection
 
 

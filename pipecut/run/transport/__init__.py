@@ -2,21 +2,29 @@
 
 from .base import Arrival, Meta, Ready, Transport, TransportFactory
 from .distributed import DistributedTransport, connection_to, device_of_numbers, wait_for
+from .host import HostChannels, HostMeeting
 from .in_process import InProcessTransport, ParcelQueues
+from .selection import Selection, TransportOption
+from .shared_memory import SharedMemoryTransport
 from .timed import Clock, Interval, TimedTransport, Turn, clock_of
 
 __all__ = [
     "Arrival",
     "Clock",
     "DistributedTransport",
+    "HostChannels",
+    "HostMeeting",
     "InProcessTransport",
     "Interval",
     "Meta",
     "ParcelQueues",
     "Ready",
+    "Selection",
+    "SharedMemoryTransport",
     "TimedTransport",
     "Transport",
     "TransportFactory",
+    "TransportOption",
     "Turn",
     "clock_of",
     "connection_to",

@@ -2,9 +2,9 @@
 
 A transport is one class with the methods of `Transport`, and nothing else has to know it: pass a function that makes
 one, `transport=lambda rank, ranks: MyTransport(rank, ranks)`, to a schedule. It is called once for each rank that is in
-this process. The default is torch.distributed between processes (distributed.py), and a post office for ranks that are
-all in one process (in_process.py). The agreement of all ranks at the end of a step, and reports of failures, go over
-their process group.
+this process. Without it there are three (selection.py): a post office for ranks that are all in one process
+(in_process.py), shared memory for processes on one host whose stages are on the CPU (shared_memory.py), and
+torch.distributed for all others (distributed.py). Reports of failures go over the store of the process group.
 """
 
 from __future__ import annotations

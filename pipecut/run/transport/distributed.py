@@ -20,7 +20,7 @@ _PENDING_SENDS = 16
 _PENDING_BYTES = 32 * 1024 * 1024
 # NCCL is not among them: what a pair of ranks sends and receives is one queue, in which each waits for those before it.
 # A proven plan has its messages in an order in which that never is a circle.
-_TAKESANY_RANK_ORDER = ("gloo", "mpi", "ucc")
+_TAKES_ANY_ORDER = ("gloo", "mpi", "ucc")
 
 
 class DistributedTransport:
@@ -31,7 +31,7 @@ class DistributedTransport:
         self.device = device
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
-        self.receives_ahead = backends(group).get(device.type, "") in _TAKESANY_RANK_ORDER
+        self.receives_ahead = backends(group).get(device.type, "") in _TAKES_ANY_ORDER
         self.numbers_device = device_of_numbers(group, device)
         self._timeout = timeout
         # With others, such as NCCL, a transfer waits on the device, and the host would wait for it only to count.

@@ -86,6 +86,11 @@ class TimedTransport:
         self.sends: list[Interval] = []
         self._now = clock.now
 
+    def use(self, transport: Transport) -> None:
+        """Go on with another transport of the same rank, before the first message."""
+        self.transport = transport
+        self.receives_ahead = transport.receives_ahead
+
     def begin(self) -> None:
         """Forget the intervals of the step before."""
         self.waits, self.sends = [], []

@@ -44,7 +44,7 @@ def train(rank: int) -> list[dict[str, int]]:
     model = Attention().double()
     pipe = pipeline(model, text(4, 5), num_stages=2, dynamic={"ids": {1: "seq"}})
     stage = pipe.build_stage(rank, "cpu")
-    schedule = Schedule1F1B(stage, 3, mean_of)
+    schedule = Schedule1F1B(stage, 3, mean_of, transport="process_group")
     mine = {name for name, _ in stage.submod.named_parameters()}
     messages = []
     for nth, size in enumerate(SIZES):

@@ -126,7 +126,7 @@ def test_a_rank_alone_in_step_waits_no_longer_than_the_timeout() -> None:
         (told, seconds), (loss, _) = ranks.run(cases.waits_alone, AWAY, "mean_loss")
     assert float(loss) > 0
     assert seconds >= AWAY
-    waited = f"rank 0 timed out waiting for rank 1 before its first action for {AWAY:g} s: "
+    waited = f"rank 0 timed out waiting for rank 1 in 0B0 (stage 0, microbatch 0) for {AWAY:g} s: "
     assert told.startswith(f"StepError: the step failed: {waited}")
     assert "rank 0 is in step() of schedule 1, its call 2; rank 1 does not answer" in told
     assert "pass a larger timeout= to the schedule" in told

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipecut import PipelineStage, Schedule1F1B
-from pipecut.run import connection
+from pipecut.run.transport import selection
 from pipecut.run.transport.base import Meta, Ready
 from pipecut.run.transport.distributed import DistributedTransport
 from pipecut.schedule.registry import FAMILIES
@@ -139,7 +139,8 @@ class OneQueue(DistributedTransport):
 
 def train_in_one_queue(rank: int, world: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "DistributedTransport", OneQueue)
+        patch.setattr(selection, "DistributedTransport", OneQueue)
+        patch.setenv("PIPECUT_TRANSPORT", "process_group")
         check_schedule(rank, world, name, True, [world * FAMILIES[name].chunks + 1])
 
 
