@@ -15,11 +15,11 @@ from ..stage import (
     Flight,
     MeshLayout,
     PipelineStage,
+    UnwrappedNames,
     describe_tensor,
     full_tensor,
     place_like,
     ready_to_send,
-    unwrapped_name,
 )
 from ..text import shape_text
 from ..torch_internals import version_of
@@ -319,7 +319,8 @@ class AddedLosses:
             for _, parameter in tie.held(here)
         }
         parameters = stage.submod.named_parameters()
-        return {unwrapped_name(name): each for name, each in parameters if id(each) not in elsewhere}
+        names = UnwrappedNames(stage.submod)
+        return {names.of(name): each for name, each in parameters if id(each) not in elsewhere}
 
 
 def _checked(loss: Any, stage: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeError
 from ..pipe_ir import PipeInfo
 from ..schedule import Dataflow, Placement, tie_messages
-from ..stage import MeshLayout, PipelineStage, place_like, unwrapped_name
+from ..stage import MeshLayout, PipelineStage, UnwrappedNames, place_like
 from ..text import did_you_mean, numbered, tensor_text
 from .transport import Meta, Transport
 
@@ -40,8 +40,9 @@ class Tie:
         return [(stage, self._parameter(stage, stages[stage].submod)) for stage in here]
 
     def _parameter(self, stage: int, module: nn.Module) -> Tensor:
+        names = UnwrappedNames(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in self.names[stage] or unwrapped_name(name) in self.names[stage]:
+            if name in self.names[stage] or names.of(name) in self.names[stage]:
                 return parameter
         raise PipeError(
             f"stage {stage} does not hold {self.names[stage][0]}, which it shares: do not replace its parameters"
@@ -288,7 +289,7 @@ def _check_known(where: str, tie: Tie, here: Mapping[int, PipelineStage]) -> Non
         if stage not in here:
             continue
         known = [each for each, _ in here[stage].submod.named_parameters(remove_duplicate=False)]
-        if name not in known and name not in map(unwrapped_name, known):
+        if name not in known and name not in map(UnwrappedNames(here[stage].submod).of, known):
             raise InputError(f"{where}: stage {stage} has no parameter {name!r}.{did_you_mean(name, known)}")
 
 

@@ -122,6 +122,22 @@ def test_wrappers_around_a_stage_and_inside_of_one_leave_no_prefix() -> None:
     assert_same_as(Schedule1F1B(stages, 2, loss_fn), model)
 
 
+def test_a_holder_of_a_tie_may_be_wrapped_inside_its_stage() -> None:
+    """It was not found under its name, and every step raised, with advice that did not help."""
+    model = Unordered()
+    uncut, pipe = copy.deepcopy(model), cut(model)
+    stages = [pipe.build_stage(index, "cpu") for index in range(4)]
+    stages[0].submod.embed = checkpoint_wrapper(stages[0].submod.embed)
+    schedule = Schedule1F1B(stages, 2, loss_fn)
+    schedule.add_loss(lambda named: named["embed.weight"].sum() if "embed.weight" in named else 0)
+    schedule.step(TOKENS)
+    for part in TOKENS.split(2):
+        (loss_fn(uncut(part)) / 2).backward()
+    uncut.embed.weight.sum().backward()
+    for name, parameter in uncut.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, msg=name)
+
+
 def test_a_module_of_the_user_may_be_called_as_torch_calls_its_own() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
