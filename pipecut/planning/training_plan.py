@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SplitError
 from ..pipe import Pipe, check_is_uncut_model
-from ..pipe_ir import ModelTracer, TracedModel
+from ..pipe_ir import Dynamic, ModelTracer, TracedModel
 from ..run import PlannedSchedule
 from ..schedule import Plan, Report, drop_reduce_ties, lower_bound, problem_for
 from ..split import SplitPlan, chain_of, changed_state, cut_model
@@ -66,10 +66,10 @@ class TrainingPlan:
         """Return the predicted seconds of a step."""
         return self.report.makespan
 
-    def pipe(self, model: nn.Module | None = None) -> Pipe:
-        """Return the model, cut as planned."""
+    def pipe(self, model: nn.Module | None = None, dynamic: Dynamic | None = None) -> Pipe:
+        """Return the model, cut as planned; `dynamic` are sizes that change from call to call, as for `pipeline`."""
         given, args, kwargs = self._source(model)
-        return _cut_at_labels(given, args, kwargs, self.cuts)
+        return _cut_at_labels(given, args, kwargs, self.cuts, dynamic)
 
     def build(
         self,
@@ -79,15 +79,16 @@ class TrainingPlan:
         loss_fn: Callable[..., Tensor] | None = None,
         model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
+        dynamic: Dynamic | None = None,
         **options: Any,
     ) -> PlannedSchedule:
         """Return the schedule of a rank with its stages; without a rank, that of all ranks in this process.
 
-        `options` go to the schedule.
+        `dynamic` are sizes that change from call to call, as for `pipeline`; `options` go to the schedule.
         """
         if rank is not None and (isinstance(rank, bool) or rank not in range(self.ranks)):
             raise InputError(f"rank {rank!r} is not one of the plan's ranks, 0 to {self.ranks - 1}")
-        pipe = self.pipe(model)
+        pipe = self.pipe(model, dynamic)
         held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
         stages = [pipe.build_stage(index, device, group) for index in held]
         if self.recompute:
@@ -161,7 +162,11 @@ def _check_runs_twice(traced: TracedModel) -> None:
 
 
 def _cut_at_labels(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, labels: Sequence[str]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    labels: Sequence[str],
+    dynamic: Dynamic | None = None,
 ) -> Pipe:
     """Trace the model, and cut it at the places with these labels."""
 
@@ -176,7 +181,7 @@ def _cut_at_labels(
         return SplitPlan(tuple(places[label] for label in labels))
 
     check_is_uncut_model(model)
-    return cut_model(ModelTracer("auto", model, args, kwargs), find_cuts, Pipe)
+    return cut_model(ModelTracer("auto", model, args, kwargs, dynamic), find_cuts, Pipe)
 
 
 # Table of a training plan: the choice, its stages, and the alternatives.

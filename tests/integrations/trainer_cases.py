@@ -128,7 +128,14 @@ def make_trainer(case: str, folder: Path, pipeline: Mapping[str, Any] | None = N
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    given = {"data_collator", "compute_metrics", "callbacks", "compute_loss_func", "trainer"} & options.keys()
+    given = {
+        "data_collator",
+        "compute_metrics",
+        "callbacks",
+        "compute_loss_func",
+        "eval_dataset",
+        "trainer",
+    } & options.keys()
     kept = {name: options.pop(name) for name in given}
     kinds = kept.pop("trainer", (transformers.Trainer, PipelineTrainer))
     chosen = CASES[case]

@@ -113,17 +113,18 @@ class CutModel:
         ranks, microbatches = self.ranks, arguments.microbatches
         first = _first_microbatch(example, microbatches)
         if arguments.searches:
-            size = _rows(first)
+            together = dist.group.WORLD if ranks.group is None and dist.is_initialized() else ranks.group
             found = plan(
                 self.model,
                 (),
                 first,
                 ranks=ranks.placement.ranks,
                 batch=_rows(example),
-                microbatch=size,
-                group=ranks.group,
+                microbatch=_rows(first),
+                recompute=False,
+                group=together,
             )
-            return found.build(ranks.place, self.device, group=ranks.group, **options)
+            return found.build(ranks.place, self.device, group=ranks.group, dynamic=arguments.dynamic, **options)
         self.pipe = pipeline(self.model, (), first, num_stages=ranks.placement.stages, dynamic=arguments.dynamic)
         held = ranks.placement.stages_of[ranks.place]
         stages = [self.pipe.build_stage(index, self.device, ranks.group) for index in held]

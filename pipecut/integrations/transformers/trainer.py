@@ -77,6 +77,7 @@ class PipelineTrainer(Trainer):
         self._ranks = Ranks.of(self.pipeline.placement(args.world_size))
         self._cuts: dict[bool, CutModel] = {}  # by mode; often one for both
         self._trained: CutModel | None = None
+        self._loaded_folder = ""
         self._has_all_weights = True  # False once the stages of other ranks were trained, until they are collected
         super().__init__(model, args, *positional, **options)
         AgreeingCallbacks.adopt(self.callback_handler)
@@ -231,6 +232,27 @@ class PipelineTrainer(Trainer):
         """Save the whole model, for `from_pretrained()`. All ranks call it; after training the first alone may."""
         self._collect_weights()
         super().save_model(output_dir, _internal_call)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._loaded_folder = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._loaded_folder = self.state.best_model_checkpoint or ""
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load a checkpoint by from_pretrained where its names are not those of the model.
+
+        `save_pretrained` writes some models, such as ViT, under other names. Trainer looks for the model's own, leaves
+        the others out with a warning, and goes on with the weights that were there before.
+        """
+        if not load_result.unexpected_keys or not hasattr(self.model, "from_pretrained"):
+            super()._issue_warnings_after_load(load_result)
+            return
+        dtype = next(self.model.parameters()).dtype
+        loaded = type(self.model).from_pretrained(self._loaded_folder, config=self.model.config, dtype=dtype)
+        self.model.load_state_dict(loaded.state_dict())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
