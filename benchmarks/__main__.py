@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import backward, balance, checking, cutting, passes, planning, prediction, running, stepping
+from . import backward, balance, checking, checkpoints, cutting, passes, planning, prediction, running, stepping
 
 BENCHMARKS = {
     "cutting": cutting.run,
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "stepping": stepping.run,
     "prediction": prediction.run,
     "balance": balance.run,
+    "checkpoints": checkpoints.run,
 }
 
 

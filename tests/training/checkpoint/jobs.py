@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipecut import Pipe, pipeline
+from pipecut import Pipe, clip_grad_norm_, pipeline
 from pipecut.run import PipelineSchedule, get_schedule_class
 
 WIDTH, BLOCKS, BATCH, MICROBATCHES = 6, 12, 8, 4
@@ -88,7 +88,6 @@ class Job:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    clips: bool = True  # where one process has all gradients
 
     def train(self, first: int, last: int) -> None:
         """Train the steps from `first` up to `last`, that one left out."""
@@ -99,9 +98,7 @@ class Job:
             inputs = (x,) if 0 in indices else ()
             self.schedule.step(*inputs, target=y if self.schedule.plan.stages - 1 in indices else None)
             self.losses.append(self.schedule.mean_loss())
-            if self.clips and self.schedule.in_process:
-                parameters = list(self.schedule.parameters())
-                self.norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.5)))
+            self.norms.append(float(clip_grad_norm_(self.schedule, 0.5)))
             self.optimizer.step()
             self.scheduler.step()
 

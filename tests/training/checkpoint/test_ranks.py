@@ -40,12 +40,10 @@ def loaded_here(ranks: int, folder: Path, name: str = "1F1B", **options: Any) ->
 def test_two_ranks_and_one_process_go_on_from_each_other(two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks.run(rank_cases.save_here, str(tmp_path), "1F1B")
     alone = make_job(2)
-    alone.clips = False
     alone.train(0, 6)
     job = loaded_here(1, tmp_path)
     assert_same(job.state, joined([state for _, state in saved]))
     again = loaded_here(2, tmp_path)
-    again.clips = False
     again.train(3, 6)
     assert saved[0][0] + again.losses == alone.losses
     went_on = two_ranks.run(rank_cases.go_on_here, str(tmp_path), "Interleaved1F1B")
