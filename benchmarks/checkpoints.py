@@ -91,13 +91,14 @@ def _measured(
     plain, ours = folder / "plain", folder / "ours"
 
     def save(asynchronous: bool = False) -> Any:
-        return pipecut.save_checkpoint(ours, schedule, optimizer, step=0, keep=1, asynchronous=asynchronous)
+        return pipecut.save_checkpoint(ours, schedule, optimizer, step=0, asynchronous=asynchronous)
 
-    for _ in range(rounds + 1):  # the first round warms up
-        times["dcp"].append(_seconds(lambda: _plain_save(tensors, plain)))
-        shutil.rmtree(plain, ignore_errors=True)
-        dist.barrier()
-        times["save"].append(_seconds(save))
+    sides: dict[str, Callable[[], Any]] = {"dcp": lambda: _plain_save(tensors, plain), "save": save}
+    for number in range(rounds + 1):  # the first round warms up
+        for name in sorted(sides, reverse=bool(number % 2)):
+            times[name].append(_seconds(sides[name]))
+            shutil.rmtree(plain if name == "dcp" else ours, ignore_errors=True)  # neither has older ones to remove
+            dist.barrier()
         times["step"].append(_seconds(step, STEPS) / STEPS)
         start = time.perf_counter()
         beside = save(asynchronous=True)

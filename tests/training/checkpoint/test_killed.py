@@ -80,12 +80,14 @@ def uninterrupted(place: Path) -> tuple[dict[str, str], list[dict[str, torch.Ten
     return {line[1]: line[2] for line in lines if line[0] == "loss"}, lives.states, seconds
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_job_that_is_killed_goes_on(kills: int, tmp_path: Path) -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.training.checkpoint.killed_job"])
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(2, 0), *(pytest.param(10, seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
+def test_a_job_that_is_killed_goes_on(kills: int, seed: int, tmp_path: Path) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.training.checkpoint.killed_server"])
     losses, states, seconds = uninterrupted(tmp_path / "plain")
     assert len(losses) == STEPS
-    chance = random.Random(kills)
+    chance = random.Random(seed)
     killed = resumes = jobs = 0
     lives = Lives(tmp_path / "0")
     while killed < kills or "done" not in lives.lines:
