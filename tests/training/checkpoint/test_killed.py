@@ -80,9 +80,8 @@ def uninterrupted(place: Path) -> tuple[dict[str, str], list[dict[str, torch.Ten
     return {line[1]: line[2] for line in lines if line[0] == "loss"}, lives.states, seconds
 
 
-@pytest.mark.parametrize(
-    ("kills", "seed"), [(2, 0), *(pytest.param(10, seed, marks=pytest.mark.slow) for seed in range(1, 5))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "seed"), [(2, 0), *((10, seed) for seed in range(1, 5))])
 def test_a_job_that_is_killed_goes_on(kills: int, seed: int, tmp_path: Path) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.training.checkpoint.killed_server"])
     losses, states, seconds = uninterrupted(tmp_path / "plain")
