@@ -23,6 +23,7 @@ from tests.compat.test_subclassing import assert_as_uncut, batch, gradients_of, 
 from tests.compat.user_schedules import rows
 from tests.support.live_memory import live_tensors, without_collector
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V_SHAPED = ["ZBVZeroBubble", "DualPipeV"]
@@ -186,7 +187,10 @@ def test_a_stage_whose_neighbour_is_nowhere_has_an_order_and_no_step(name: str) 
 
 @alone
 @on_both_backends
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "_ScheduleForwardOnly", *MULTI])
+@pytest.mark.parametrize(
+    "name",
+    sampled(["GPipe", "1F1B", "_ScheduleForwardOnly", *MULTI], lambda name: name not in ("GPipe", *MULTI[:3])),
+)
 def test_no_tensor_is_left_alive_and_none_sits_in_a_cycle(name: str) -> None:
     kind: Any = _ScheduleForwardOnly if name.startswith("_") else schedules.get_schedule_class(name)
     stages = stages_of(layers(2 if name in MULTI else 1))

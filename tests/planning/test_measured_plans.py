@@ -19,6 +19,7 @@ from pipecut.schedule import simulate
 from pipecut.split.chain import chain_of
 from pipecut.split.cost import Times
 from pipecut.stage.backward import StageWeights
+from tests.support.sampling import sampled
 
 # Its layers sleep for each sample, of which there are any number while it is traced.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.export cannot trace all of Sequential")
@@ -77,7 +78,7 @@ def slow_model() -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", sampled([False, True], lambda recompute: recompute))
 def test_times_are_those_of_the_stages_at_the_planned_size(recompute: bool) -> None:
     """Two layers of 1 ms a sample, for microbatches of 6 where the example has 2."""
     found = pipecut.plan(

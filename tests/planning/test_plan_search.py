@@ -42,6 +42,13 @@ def planned(ranks: int = 2, batch: int = 12, **options: Any) -> TrainingPlan:
     return pipecut.plan(model(), torch.ones(4, 8), ranks=ranks, batch=batch, **options)
 
 
+@pytest.fixture(scope="module")
+def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    planned(schedules=["1F1B"], microbatch=3).save(path)
+    return path.read_text()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -167,10 +174,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ({"schedule": {"rank of each stage": [0, 7]}}, "PlanError: The placement has no rank 1"),
     ],
 )
-def test_files_that_are_damaged(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+def test_files_that_are_damaged(tmp_path: Path, saved_plan: str, change: dict[str, Any], text: str) -> None:
     path = tmp_path / "plan.json"
-    planned(schedules=["1F1B"], microbatch=3).save(path)
-    content = json.loads(path.read_text())
+    content = json.loads(saved_plan)
     for name, value in change.items():
         content[name] = content[name] | value if isinstance(value, dict) else value
     path.write_text(json.dumps(content))

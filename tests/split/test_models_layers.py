@@ -119,7 +119,7 @@ def pruned(linear: nn.Linear) -> nn.Module:
      parametrizations.orthogonal, symmetric, stacked, pruned],
     ids=["old weight_norm", "old spectral_norm", "weight_norm", "spectral_norm", "orthogonal", "own", "two", "pruned"],
 )  # fmt: skip
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", sampled([True, False], bool), ids=["train", "eval"])
 def test_computed_weights_stay_computed(reshaped: Callable[[nn.Linear], nn.Module], training: bool) -> None:
     model = nn.Sequential(*(nn.Sequential(reshaped(nn.Linear(8, 8)), nn.Tanh()) for _ in range(2))).train(training)
     assert_equals_uncut(model, (torch.randn(3, 8),), split_spec={"1": BEGINNING}, expect_stages=2)

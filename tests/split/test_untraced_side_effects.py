@@ -77,7 +77,7 @@ every_forgotten = pytest.mark.parametrize(
         ("manual_seed", seeded),
         ("fork_rng", forked),
         ("hooks on saved tensors", packed),
-        ("save_on_cpu", offloaded),
+        pytest.param("save_on_cpu", offloaded, marks=pytest.mark.slow),  # hooks on saved tensors of torch's own
     ],
 )
 

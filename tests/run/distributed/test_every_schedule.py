@@ -22,8 +22,12 @@ def microbatch_counts(name: str, world: int) -> list[int]:
     return [count for count in (world - 1, stages, stages + 1) if name != "DualPipeV" or count >= stages]
 
 
-@pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "traced"),
+    sampled(
+        [(name, traced) for name in SCHEDULES for traced in (True, False)], lambda case: case[1] or case[0] == "1F1B"
+    ),
+)
 def test_two_ranks(two_ranks: Ranks, name: str, traced: bool) -> None:
     two_ranks.run(check_schedule, 2, name, traced, microbatch_counts(name, 2))
 

@@ -45,6 +45,7 @@ def test_at_most_the_published_bubble(setting: Setting, column: str, times: int,
     assert result.report.bubble_rate <= published + ROUNDING
 
 
+@pytest.mark.slow
 def test_the_optimum_is_found_and_proven() -> None:
     """1.5B, p=8, m=24 within 2 p M_B: the last rank does all forwards and input gradients without a wait."""
     assert found(settings()[0], 2, "loop", time_budget=40.0).gap == pytest.approx(0, abs=1e-9)
