@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -131,10 +132,10 @@ class NamedState:
                 yield _Found(known.get(name), f"{name!r} in {where}", names)
 
     def _visit_object(self, value: Any, told: str, names: frozenset[str]) -> Iterator[_Found]:
-        for method in ("forward", "__call__"):
-            code = getattr(getattr(type(value), method, None), "__code__", None)
-            if code is not None and is_own_code(code.co_filename):
-                names |= frozenset(names_in(code))
+        functions = _functions_of(value, {"forward", "__call__", *names})
+        for function in functions:
+            names |= frozenset(names_in(function.__code__))
+            yield _Found(function, told, names)
         for part in value.modules() if isinstance(value, nn.Module) else [value]:
             self._add(f"of {told}", vars(part), functools.partial(_values_of, vars(part), names), names)
             for name in names & vars(part).keys():
@@ -150,6 +151,22 @@ class _Found(NamedTuple):
     value: Any
     told: str
     names: frozenset[str]
+
+
+def _functions_of(value: Any, names: Collection[str]) -> list[types.FunctionType]:
+    """Return the functions of the user's that an object has under some names, and those that they name in turn."""
+    found: dict[types.FunctionType, None] = {}
+    waiting, seen = list(names), set(names)
+    while waiting:
+        name = waiting.pop()
+        member = vars(value).get(name, inspect.getattr_static(type(value), name, None))
+        member = getattr(member, "__func__", getattr(member, "fget", member))
+        if isinstance(member, types.FunctionType) and is_own_code(member.__code__.co_filename):
+            found.setdefault(member)
+            new = set(names_in(member.__code__)) - seen
+            seen |= new
+            waiting += new
+    return list(found)
 
 
 def _names(slot: _Slot, name: object) -> bool:

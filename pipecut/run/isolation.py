@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..errors import IsolationError
-from ..pipe_ir import NamedState, Reads, functions_around, storages_of, tensors_in_reach
+from ..pipe_ir import KeptValue, NamedState, Reads, functions_around, storages_of, tensors_in_reach
 from ..schedule import Action, Op
 from ..stage import PipelineStage, held_elsewhere
 from ..text import listed
@@ -46,10 +46,11 @@ class Isolation:
 
     def __init__(self, stages: Sequence[PipelineStage], loss_fn: object, *, in_process: bool) -> None:
         self._in_process = in_process
-        self._origin = stages[0].origin
+        self._origin, self._infos = stages[0].origin, stages[0].pipe_info
         self._loss_fn = loss_fn
         self._is_due = not in_process
         self._is_checked = False  # that loss_fn uses nothing which stages do not keep for it
+        self._has_watched = False  # a whole training step, for what loss_fn uses
 
     def begin(self, executors: Iterable[Executor], *, training: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of a step: of a training step that is watched, one that raises if stages leave their rank.
@@ -58,9 +59,12 @@ class Isolation:
         """
         if not self._is_checked:
             self._check_loss_fn()
-        if not training or not self._is_due:
-            return contextlib.nullcontext()
-        return self._watching([(executor, self._watch_of(executor)) for executor in executors])
+        if training and self._is_due:
+            return self._watching([(executor, self._watch_of(executor)) for executor in executors])
+        if training and not self._has_watched:
+            watches = [(executor, self._watch_of_copies(executor)) for executor in executors]
+            return self._watching([(executor, watch) for executor, watch in watches if watch is not None])
+        return contextlib.nullcontext()
 
     def _check_loss_fn(self) -> None:
         """Raise if loss_fn uses what a forward changes in objects of Python's, and stages do not: once."""
@@ -70,9 +74,27 @@ class Isolation:
             state = NamedState(self._loss_fn, "loss_fn")
             for kept in origin.kept:
                 slot = state.slot_of(kept.holder_in(model), kept.name)
-                if slot is not None:
+                if slot is not None and kept.is_lost:
                     raise IsolationError(_KEPT.format(place=slot.of(str(kept.name)), who=kept.who(model)))
+            self._check_modules(model, [kept for kept in origin.kept if not kept.settles])
         self._is_checked = True
+
+    def _check_modules(self, model: nn.Module, changed: Sequence[KeptValue]) -> None:
+        """Raise if a module that differs from call to call uses what the forward of another stage changes."""
+        if self._in_process:  # where it finds what stages keep; what they lose was found with the other runs
+            changed = [kept for kept in changed if kept.is_lost and not kept.is_copied]
+        for info in self._infos.stages if changed and self._infos is not None else ():
+            here = tuple(f"{label.partition('#')[0]}." for label in info.modules)
+            others = [kept for kept in changed if not f"{kept.path}.".startswith(here)]
+            for path in info.changing if others else ():
+                state = NamedState(model.get_submodule(path).forward, "the module")
+                for kept in others:
+                    slot = state.slot_of(kept.holder_in(model), kept.name)
+                    if slot is not None:
+                        meaning = _OTHER_MODULE.format(path=path, stage=info.index)
+                        raise IsolationError(
+                            f"{kept.changer(model)} changes {slot.of(str(kept.name))}, which {meaning}"
+                        )
 
     def ask(self) -> None:
         """Let the next training step be watched."""
@@ -89,7 +111,7 @@ class Isolation:
         finally:
             for executor, handlers in usual:
                 executor.handlers.update(handlers)
-        self._is_due = False
+        self._is_due, self._has_watched = False, True
 
     def _watch_of(self, executor: Executor) -> _Watch:
         origin = self._origin
@@ -100,12 +122,18 @@ class Isolation:
         where = {name: "" if origin is None else held_elsewhere(origin.holders, name) for name in others}
         has_loss = any(stage.is_last for stage in executor.stages.values())
         named = NamedState(self._loss_fn, "loss_fn")
-        copies = {number: part for stage in executor.stages.values() for number, part in _copies_in(stage).items()}
-        touched = [_Touched(named.moved(copies), _COPY), *_modules_of_others(executor, model)]
+        touched = [_Touched(named.moved(_copies_in(executor)), _COPY), *_modules_of_others(executor, model)]
         if not has_loss:
             touched.append(_Touched(named, _LOSS_FN))
         loss_fn = self._loss_fn if has_loss else None
         return _Watch(executor.stages, others, where, touched, loss_fn, sees_others=self._in_process)
+
+    def _watch_of_copies(self, executor: Executor) -> _Watch | None:
+        """Return a watch over what loss_fn reads in the model, and stages have in copies; None if there is nothing."""
+        state = NamedState(self._loss_fn, "loss_fn").moved(_copies_in(executor))
+        if not state.slots:
+            return None
+        return _Watch(executor.stages, {}, {}, [_Touched(state, _COPY)], None, sees_others=True)
 
 
 def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Touched]:
@@ -124,10 +152,10 @@ def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Tou
     ]
 
 
-def _copies_in(stage: PipelineStage) -> dict[int, nn.Module]:
-    """Return the parts of a stage, by the id of the attributes of the model's modules in their place."""
-    pairs = () if stage.origin is None else stage.origin.parts()
-    return {id(vars(theirs)): ours for theirs, ours in pairs}
+def _copies_in(executor: Executor) -> dict[int, nn.Module]:
+    """Return the parts of the stages of a rank, by the id of the attributes of the model's modules in their place."""
+    origins = [stage.origin for stage in executor.stages.values() if stage.origin is not None]
+    return {id(vars(theirs)): ours for origin in origins for theirs, ours in origin.parts()}
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

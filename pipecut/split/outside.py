@@ -47,6 +47,7 @@ class _Difference:
     again: str
     line: Line | None
     needs_gradients: bool = False  # it shows under torch.no_grad() only
+    also: str = ""  # the module in which the other run was there: either may have done more, or less
 
     def __str__(self) -> str:
         place = f" at {line_text(self.line)}" if self.line is not None else ""
@@ -346,6 +347,7 @@ def _compare(expected: _Reading, found: _Reading, replay: Replay) -> _Difference
         again,
         place.event.line if place is not None else None,
         not replay.with_gradients,
+        other.call[0] if other is not None else "",
     )
 
 

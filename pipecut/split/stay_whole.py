@@ -78,7 +78,7 @@ class Checks:
                     continue
                 raise SplitError(_cannot_be_cut(cuts.traced, fault)) from (error if fault.path else None)
         paths = generated_paths(cuts.programs)
-        kept = tuple(each for each in self._again.kept if each.is_copied or each.path in paths)
+        kept = tuple(replace(each, is_lost=each.is_copied or each.path in paths) for each in self._again.kept)
         return replace(cuts, traced=replace(cuts.traced, changing=self._changing(cuts.traced), kept=kept))
 
     def _fault(self, cuts: Cuts) -> _Fault | None:
@@ -118,9 +118,10 @@ class Checks:
         found |= {write.path for write in constant_writes(traced, ())}
         calls = [(span.path, span.nth_call) for span in traced.spans("call")]
         while (new := find_difference(traced, {call for call in calls if call[0] in found}, self._replays)) is not None:
-            if new.path in found or not new.path:
+            paths = {new.path, new.also} - {"", *found}
+            if not paths:
                 break
-            found.add(new.path)
+            found |= paths
         return frozenset(found)
 
 

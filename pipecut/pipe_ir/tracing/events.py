@@ -97,14 +97,20 @@ class KeptValue:
     of_module: str | None = None
     is_copied: bool = False  # it belongs to a module, and a stage that has a copy of that keeps it in the copy
     used_by: frozenset[str] = frozenset()  # modules that decide by it, if it is a number
+    settles: bool = True  # False: it changes in every run, as a cache does not
+    is_lost: bool = False  # stages do not keep it where the model does
 
     def holder_in(self, model: nn.Module) -> Any:
         """Return the object that has the value."""
         return self.holder if self.of_module is None else vars(model.get_submodule(self.of_module))
 
+    def changer(self, model: nn.Module) -> str:
+        """Return the name of the module that has changed it."""
+        return repr(self.path) if self.path else type(model).__name__
+
     def who(self, model: nn.Module) -> str:
         """Return which code has changed it, and why stages do not, in words."""
-        name = repr(self.path) if self.path else type(model).__name__
+        name = self.changer(model)
         if self.is_copied:
             return f"{name} changes: a stage runs a copy of that module, and changes the copy's"
         return f"{name} changes: it is cut, and the generated code does not do that"

@@ -140,12 +140,13 @@ class StateWatch:
                     above.setdefault(number, []).append((place.holder, name))
         for number, name, path in self._changes:
             used_by = frozenset(self._uses.get((number, name), ()))
+            settles = (number, name) not in self._again
             holder = self._places[number].holder
             for each, its_name in ((holder, name), *above.get(id(holder), ())):
                 of_module = paths.get(id(each))
                 is_copied = of_module is not None or id(each) in originals
                 original = None if of_module is not None else originals.get(id(each), each)
-                yield KeptValue(path, original, its_name, of_module, is_copied, used_by)
+                yield KeptValue(path, original, its_name, of_module, is_copied, used_by, settles)
 
 
 class _WatchedNumber:

@@ -199,6 +199,9 @@ STORIES = [
     OutsideCase(("plain", "plain", "plain"), root="counts for others", loss="reads a count"),
     OutsideCase(("plain", "plain", "plain"), root="keeps in a config", loss="reads a config"),
     OutsideCase(("plain", "decides by the count", "plain"), root="counts for others"),
+    OutsideCase(("takes the stash", "stashes", "plain")),
+    OutsideCase(("takes the stash", "plain", "plain"), root="stashes"),
+    OutsideCase(("reads another block", "remembers", "plain"), cut="inside"),
     OutsideCase(("plain", "plain", "plain"), root="every third call"),
     OutsideCase(("plain", "plain", "plain"), root="rarely, by its own generator"),
 ]
