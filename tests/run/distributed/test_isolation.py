@@ -18,8 +18,8 @@ def test_every_leak_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
         "hook_that_writes": "stage 1 changes 1.calls (of stage 0) in 1F0",
         "loss_of_a_list": "stage 0 changes 'collected' of loss_of_a_list.<locals>.<lambda> in 0F0, which loss_fn uses",
         "hook_with_a_backward": "stage 1 gives a gradient to 0.linear.bias (of stage 0) in 1B0",
-        "layers_that_share_a_count": "stage 0 changes 'COUNTS' in tests.run.distributed.isolation_cases in 0F0, which "
-        "'3' of stage 1 uses, and that module does something else from call to call",
+        "layers_that_share_a_count": "'3' changes 'COUNTS' in tests.run.distributed.isolation_cases, which '0' of "
+        "stage 0 uses, and that module does something else from call to call",
     }
     remedies = {
         "loss_of_a_list": "Let the model return what loss_fn needs",
