@@ -18,14 +18,13 @@ from ..schedule import plan_for
 from ..text import counted, did_you_mean, listed
 from ..torch_internals import forget_meshes
 
-# The dims of a mesh in their order, the outermost first, and what its ranks divide between them.
+# The dims of a mesh in their order, the outermost first, and what the ranks along them hold.
 _DIMS = {
-    "pp": "stages",
-    "dp": "the batch, each with a copy",
-    "fsdp": "the batch, each with shards",
-    "tp": "layers",
+    "pp": "the stages of one pipeline",
+    "dp": "copies of the same stages, for parts of the batch",
+    "fsdp": "shards of the same stages, for parts of the batch",
+    "tp": "parts of the same layers",
 }
-_DATA_DIMS = ("dp", "fsdp")
 _REST = -1
 _SHOWN = 64  # ranks in a table
 _TIMEOUT = timedelta(minutes=10)  # for all ranks to come here
@@ -117,7 +116,7 @@ class TrainingMesh:
         """Return a table with a line for each rank."""
         here = self.device_mesh.get_rank()
         lines = [f"{counted(len(self._rows), 'rank')} on {self.device_mesh.device_type}"]
-        lines += [f"  {name}: {counted(self.size(name), 'rank')} divide {_DIMS[name]}" for name in self.dims]
+        lines += [f"  {name}={self.size(name)}: {_DIMS[name]}" for name in self.dims]
         width = max(4, *(len(name) + 1 for name in self.dims))
         lines.append("rank" + "".join(f"{name:>{width}}" for name in self.dims))
         for rank, place in self._rows[:_SHOWN]:

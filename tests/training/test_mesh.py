@@ -58,8 +58,8 @@ def test_a_table_says_which_rank_does_what(four_ranks: Ranks) -> None:
     *_, (text, short) = four_ranks.run(show)
     assert text == (
         "4 ranks on cpu\n"
-        "  pp: 2 ranks divide stages\n"
-        "  fsdp: 2 ranks divide the batch, each with shards\n"
+        "  pp=2: the stages of one pipeline\n"
+        "  fsdp=2: shards of the same stages, for parts of the batch\n"
         "rank   pp fsdp\n"
         "   0    0    0\n"
         "   1    0    1\n"

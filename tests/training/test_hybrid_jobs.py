@@ -1,0 +1,143 @@
+"""Whole jobs on meshes: clipping, mixed precision, and checkpoints that go on under other copies, shards and parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import pipecut
+from tests.support.ranks import Ranks
+from tests.training import hybrid_job as jobs
+from tests.training.hybrid_job import Job, Wrap, make_job
+from tests.training.test_hybrid import BOTH, DATA_PARALLEL, TENSOR_PARALLEL
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 0.05  # of the norm, well below that of all gradients
+Layout = tuple[Mapping[str, int], str, Wrap, bool]  # sizes of the mesh, schedule, wrapper, traced
+
+
+def optimizers_of(job: Job) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return (
+        torch.optim.AdamW(job.schedule.parameters(), lr=0.01),
+        torch.optim.AdamW(job.whole.parameters(), lr=0.01),
+    )
+
+
+def train(job: Job, optimizers: tuple[torch.optim.Optimizer, ...], seeds: range) -> None:
+    """Steps with clipping of the job and of the whole model, which have equal norms and parameters after each."""
+    for seed in seeds:
+        tokens = job.batch(seed)
+        job.whole_step(seed)
+        job.step(seed)
+        wanted = nn.utils.clip_grad_norm_(job.whole.parameters(), LIMIT)
+        found = pipecut.clip_grad_norm_(job.schedule, LIMIT)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
+        assert len(tokens) == job.replicas * jobs.SAMPLES
+        job.check_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        job.check_values(1e-7)  # where Adam divides a gradient that is nearly zero by itself, rounding shows
+
+
+def begin(rank: int, layout: Layout, folder: Path) -> None:
+    sizes, schedule, wrap, traced = layout
+    job = make_job(sizes, schedule, wrap, traced=traced)
+    optimizers = optimizers_of(job)
+    train(job, optimizers, range(2))
+    pipecut.save_checkpoint(folder, job.schedule, optimizers[0], step=2)
+    if rank == 0:
+        torch.save([job.whole.state_dict(), optimizers[1].state_dict()], folder / "whole.pt")
+
+
+def go_on(rank: int, layout: Layout, folder: Path) -> None:
+    sizes, schedule, wrap, traced = layout
+    job = make_job(sizes, schedule, wrap, traced=traced, seed=1)
+    optimizers = optimizers_of(job)
+    assert pipecut.load_checkpoint(folder, job.schedule, optimizers[0]).step == 2
+    model, state = torch.load(folder / "whole.pt")
+    job.whole.load_state_dict(model)
+    optimizers[1].load_state_dict(state)
+    job.check_values(1e-7)
+    train(job, optimizers, range(2, 4))
+
+
+SHARDED: Layout = (DATA_PARALLEL, "1F1B", jobs.sharded, True)
+PARALLEL: Layout = (TENSOR_PARALLEL, "ZBVZeroBubble", jobs.parallel_ends, True)
+BY_HAND: Layout = (TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, False)
+COPIED: Layout = (DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True)
+REPLICATED: Layout = (DATA_PARALLEL, "1F1B", jobs.replicated_by_fsdp, True)
+
+
+def test_a_sharded_job_goes_on_with_tensor_parallel_layers(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(begin, SHARDED, tmp_path)
+    four_ranks.run(go_on, PARALLEL, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(PARALLEL, COPIED), (COPIED, SHARDED), (REPLICATED, PARALLEL), (SHARDED, REPLICATED), (BY_HAND, BY_HAND)],
+)
+def test_jobs_that_go_on_under_another_layout(four_ranks: Ranks, tmp_path: Path, first: Layout, second: Layout) -> None:
+    four_ranks.run(begin, first, tmp_path)
+    four_ranks.run(go_on, second, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_of_eight_ranks_goes_on_with_four(four_ranks: Ranks, tmp_path: Path) -> None:
+    with Ranks(8) as eight_ranks:
+        eight_ranks.run(begin, (BOTH, "1F1B", jobs.parallel_and_sharded, True), tmp_path)
+    four_ranks.run(go_on, PARALLEL, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ mixed precision
+
+
+def sharded_in_bfloat16(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    return jobs.sharded(module, mesh, mp_policy=policy)
+
+
+def parallel_and_sharded_in_bfloat16(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return sharded_in_bfloat16(jobs.parallel_ends(module, mesh), mesh)
+
+
+def lower_precision(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wrap, autocast: bool) -> Any:
+    """Gradients of lower precision near those of the whole model, in float32 parameters, and clipped by their norm."""
+    job = make_job(sizes, schedule, wrap, traced=False, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        job.step()
+    job.whole_step()
+    job.check_gradients(0.03)
+    wanted = nn.utils.get_total_norm([each.grad for each in job.whole.parameters() if each.grad is not None])
+    found = pipecut.clip_grad_norm_(job.schedule, LIMIT)
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0)
+    dtypes = {parameter.grad.dtype for parameter in job.schedule.parameters() if parameter.grad is not None}
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    ("sizes", "wrap", "autocast"),
+    [
+        (DATA_PARALLEL, sharded_in_bfloat16, False),
+        ({"dp": 1, **TENSOR_PARALLEL}, parallel_and_sharded_in_bfloat16, False),
+        (DATA_PARALLEL, jobs.sharded, True),
+        (DATA_PARALLEL, jobs.copied, True),
+        (TENSOR_PARALLEL, jobs.parallel_ends, True),
+    ],
+)
+def test_mixed_precision(
+    four_ranks: Ranks, sizes: Mapping[str, int], schedule: str, wrap: Wrap, autocast: bool
+) -> None:
+    four_ranks.run(lower_precision, sizes, schedule, wrap, autocast)
