@@ -69,6 +69,8 @@ def test_two_pipelines_train_as_one_process_with_both_batches(four_ranks: Ranks,
     run = functools.partial(train, pipeline={"stages": 2, "microbatches": 2}, per_device_train_batch_size=4, **options)
     run = functools.partial(run, per_device_eval_batch_size=8)
     for found in four_ranks.run(run, "tied", tmp_path / "pipeline"):
+        for logs in (found.logs[-1], expected.logs[-1]):
+            logs.pop("total_flos", None)  # each pipeline pads to the longest of its own samples
         assert_same(found, expected)
 
 
