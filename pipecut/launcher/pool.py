@@ -189,7 +189,14 @@ class RankPool:
             mine, theirs = context.Pipe()
             self._pipes.append(mine)
             settings = RankSettings(
-                rank, self.ranks, files, self.backend, self.group_timeout, self.env, forked=method != "spawn"
+                rank,
+                self.ranks,
+                files,
+                self.backend,
+                self.group_timeout,
+                self.env,
+                forked=method != "spawn",
+                inherits_groups=method == "fork",
             )
             process = context.Process(target=run_rank, args=(settings, theirs, first), name=f"rank {rank}")
             with changed_environment(starting_environment(settings)):

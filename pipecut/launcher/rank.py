@@ -173,6 +173,7 @@ class RankSettings:
     group_timeout: float
     env: Mapping[str, str]
     forked: bool
+    inherits_groups: bool  # True if the process that it was forked from may have had process groups
 
     @property
     def environment(self) -> dict[str, str]:
@@ -231,7 +232,8 @@ def _serve(settings: RankSettings, pipe: connection.Connection, first: Call | No
         if number < 0:  # the groups of the calls so far are of no more use: each has threads that poll
             number = -number
             dist.destroy_process_group()
-            forget_meshes()
+            if not settings.inherits_groups:  # groups of another process cannot be ended here: their threads are there
+                forget_meshes()
         start = time.monotonic()
         try:
             value = _run_call(settings, number, first)

@@ -561,6 +561,13 @@ def test_process_groups_end_with_the_call_that_made_them() -> None:
     assert threads[0] == threads[1] == threads[2]
 
 
+def test_a_fork_leaves_what_it_has_inherited_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's cache of meshes came with the fork, and to clear it aborted the process: its threads were elsewhere."""
+    monkeypatch.setattr("pipecut.launcher.rank.forget_meshes", os.abort)
+    with RankPool(2, start_method="fork") as pool:
+        assert len([pool.run(make_groups) for _ in range(2)]) == 2
+
+
 def test_a_pool_forks_anew_for_a_function_that_cannot_be_sent() -> None:
     """Ranks that run already do not have it."""
     with RankPool(2, start_method="fork") as pool:
