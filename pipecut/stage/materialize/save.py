@@ -43,6 +43,7 @@ def save_stage(stage: PipelineStage, directory: str | os.PathLike[str], *, step:
     belong together, by `step`.
 
     >>> import tempfile, torch
+    >>> from torch import nn
     >>> from pipecut import pipeline, save_stage
     >>> pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(3, 4),), num_stages=2)
     >>> directory = tempfile.mkdtemp()

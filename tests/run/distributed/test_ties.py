@@ -36,7 +36,11 @@ def test_a_tied_parameter_that_one_rank_freezes_is_an_error_on_all(traced: bool,
             "values",
             "values of the tied parameter weight of stage 0 (seed the model, or load a checkpoint, alike on all",
         ),
-        ("shape", "tied parameter weight of stage 0: float32[9, 8] on rank 0; float32[11, 8] on rank 1"),
+        (
+            "shape",
+            "tied parameter weight of stage 0 (let parallelize_module and fully_shard do the same with it in all its "
+            "stages): float32[9, 8] on rank 0; float32[11, 8] on rank 1",
+        ),
         (
             "declared on one",
             "holders of the tied parameter weight of stage 0: weight of stage 0, weight of stage 1 on rank 0; "
