@@ -32,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         pools = [name for name in RANKS if name in getattr(item, "fixturenames", ())]
         if pools:
-            item.add_marker(pytest.mark.xdist_group(pools[-1]))
+            # Tests on two ranks are most of them, and wait much: two workers have such a pool each.
+            half = f" {len(item.path.stem) % 2}" if pools[-1] == "two_ranks" else ""
+            item.add_marker(pytest.mark.xdist_group(f"{pools[-1]}{half}"))
         elif item.path.parent.name == "zoo":  # transformers takes seconds to import
             item.add_marker(pytest.mark.xdist_group("zoo"))
         elif item.get_closest_marker("distributed"):

@@ -63,6 +63,7 @@ def test_examples_are_short(path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("\n") < MOST_LINES
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_vision_ends_like_the_uncut_model(tmp_path: Path) -> None:
     ended = run([sys.executable, str(EXAMPLES / "vision.py"), "--steps=2"], tmp_path)

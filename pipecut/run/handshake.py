@@ -161,7 +161,7 @@ def _bits(tensor: Tensor) -> str:
 
 # Before the first step.
 
-_ALIKE = "let parallelize_module and fully_shard do the same with it in all its stages"
+_ALIKE = "make it alike in all its stages: shape, dtype, and what parallelize_module and fully_shard do with it"
 _SEED = "seed the model, or load a checkpoint, alike on all ranks"
 _SOME_RANKS = "some ranks: "  # begins the name of a fact that not all ranks have
 

@@ -19,6 +19,7 @@ PIPELINE = {"microbatches": 4}
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_by_trainer_and_by_other_numbers_of_stages(two_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     saved = two_ranks.run(functools.partial(train, pipeline=PIPELINE, **SAVES), "tied", folder)[0]

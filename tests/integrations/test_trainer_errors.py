@@ -142,6 +142,7 @@ def bad_input_on_ranks(rank: int, folder: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_errors_are_the_same_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(bad_input_on_ranks, tmp_path)

@@ -38,7 +38,9 @@ def train(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wrap, traced
 
 
 @pytest.mark.parametrize(
-    ("schedule", "traced"), [("1F1B", True), ("ZBVZeroBubble", False)], ids=["traced", "cut by hand"]
+    ("schedule", "traced"),
+    [pytest.param("1F1B", True, marks=pytest.mark.slow), ("ZBVZeroBubble", False)],
+    ids=["traced", "cut by hand"],
 )
 def test_tensor_parallel_stages_with_a_tie(four_ranks: Ranks, schedule: str, traced: bool) -> None:
     """The gradient of the table of words is a partial sum at one end, and in shards at the other."""

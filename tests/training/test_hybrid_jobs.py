@@ -77,6 +77,7 @@ COPIED: Layout = (DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True)
 REPLICATED: Layout = (DATA_PARALLEL, "1F1B", jobs.replicated_by_fsdp, True)
 
 
+@pytest.mark.slow
 def test_a_sharded_job_goes_on_with_tensor_parallel_layers(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(begin, SHARDED, tmp_path)
     four_ranks.run(go_on, PARALLEL, tmp_path)

@@ -38,8 +38,8 @@ def test_a_tied_parameter_that_one_rank_freezes_is_an_error_on_all(traced: bool,
         ),
         (
             "shape",
-            "tied parameter weight of stage 0 (let parallelize_module and fully_shard do the same with it in all its "
-            "stages): float32[9, 8] on rank 0; float32[11, 8] on rank 1",
+            "tied parameter weight of stage 0 (make it alike in all its stages: shape, dtype, and what "
+            "parallelize_module and fully_shard do with it): float32[9, 8] on rank 0; float32[11, 8] on rank 1",
         ),
         (
             "declared on one",
