@@ -11,7 +11,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all lint format bench coverage clean
+.PHONY: help demo test test-rest test-long test-all lint format bench coverage clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -20,7 +20,7 @@ demo: $(STAMP) ## run the demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Many ranks share the cores of one machine: a thread pool in each of them would only fight over them.
-test test-rest coverage: export OMP_NUM_THREADS = 1
+test test-rest test-long coverage: export OMP_NUM_THREADS = 1
 # An empty value counts as none: test processes and ranks are many, and none should compile what another one has.
 test test-rest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## run the tests, all but the slow ones (ARGS="-k name" to choose)
@@ -29,9 +29,12 @@ test: $(STAMP) ## run the tests, all but the slow ones (ARGS="-k name" to choose
 # Random tests once more, with many more examples; --hypothesis-seed=1 and so on draws others.
 test-rest: export HYPOTHESIS_PROFILE = thorough
 test-rest: $(STAMP)
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-seed=0 $(ARGS)
+	$(PYTEST) -m "(slow or hypothesis) and not long" --hypothesis-seed=0 $(ARGS)
 
-test-all: test test-rest ## run all tests: sweeps, every model of the zoo, random tests with many examples
+test-long: $(STAMP)
+	$(PYTEST) -m long $(ARGS)
+
+test-all: test test-rest test-long ## run all tests: sweeps, every model of the zoo, random tests with many examples
 
 lint: $(STAMP) ## ruff on everything, mypy on the package
 	$(BIN)/python -m ruff check .

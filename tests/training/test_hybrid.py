@@ -52,6 +52,7 @@ def test_tensor_parallel_and_sharded_stages(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -79,6 +80,7 @@ def eight_ranks() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", [jobs.parallel_and_sharded, jobs.parallel_and_replicated])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("traced", [True, False])

@@ -18,6 +18,12 @@ QUICK = {(1, 3, "1F1B"), (4, 2, "GPipe"), (2, 1, "Interleaved1F1B"), (3, 3, "1F1
 CASES = [(before, after, name) for name in SCHEDULES for before in COUNTS for after in COUNTS]
 
 
+def is_long(case: tuple[int, int, str]) -> bool:
+    """Return False for some cases with each number of ranks before and after."""
+    before, after, name = case
+    return (before + 2 * after + SCHEDULES.index(name)) % 6 > 0
+
+
 @functools.cache
 def uninterrupted(ranks: int, name: str) -> Job:
     job = make_job(ranks, name)
@@ -26,7 +32,7 @@ def uninterrupted(ranks: int, name: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(("before", "after", "name"), sampled(CASES, lambda case: case in QUICK))
+@pytest.mark.parametrize(("before", "after", "name"), sampled(CASES, lambda case: case in QUICK, is_long))
 def test_a_job_goes_on_under_another_number_of_ranks(before: int, after: int, name: str, tmp_path: Path) -> None:
     expected = uninterrupted(after, name)
     first = make_job(before, name)
