@@ -308,7 +308,8 @@ class _Message:
     def _check_options(self, numbers: Sequence[float]) -> None:
         for place, (name, own) in enumerate(self._call.options.items()):
             given = numbers[self._options + place : self._ties : len(self._call.options)]
-            if any(other != own for other in given):
+            # Over copies it is a mean, which may round: 3 x 0.1 / 3 is not 0.1.
+            if not all(math.isclose(other, own, rel_tol=1e-12) for other in given):
                 raise DisagreementError(
                     f"the ranks call {self._call.name}() with different values of {name}: {listed(given)} on ranks 0 "
                     f"to {len(given) - 1}, and {own} here; pass the same on all ranks and copies of the pipeline"

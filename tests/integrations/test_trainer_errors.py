@@ -24,6 +24,7 @@ pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
         ({"auto_find_batch_size": True}, "auto_find_batch_size: .* set per_device_train_batch_size"),
         ({"use_cache": True}, "use_cache: a key/value cache cannot cross a cut"),
         ({"fp16": True}, "fp16: pass bf16=True"),
+        ({"bf16_full_eval": True}, "bf16_full_eval: it converts the model, .*: pass bf16=True"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches: every rank reads the batches"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*: use 'random' or 'group_by_length'"),
     ],
@@ -61,6 +62,8 @@ def test_arguments_of_the_pipeline() -> None:
         PipelineArguments(schedule="ForwardOnly")
     with pytest.raises(InputError, match="has 2 stages on each rank; pass a multiple of 2"):
         PipelineArguments(stages=3, schedule="ZBVZeroBubble").placement(2)
+    with pytest.raises(InputError, match="on 4 ranks would be 2 pipelines, and 'auto' plans for one: name a schedule"):
+        PipelineArguments(stages=2, schedule="auto").placement(4)
     with pytest.raises(InputError, match="4 ranks cannot be shared evenly by pipelines of 3"):
         PipelineArguments(stages=3).placement(4)
 

@@ -144,14 +144,15 @@ def refuse(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wrap, kind:
 def test_a_tied_parameter_that_lies_differently_at_its_ends(four_ranks: Ranks) -> None:
     for message in four_ranks.run(refuse, TENSOR_PARALLEL, "1F1B", parallel_at_one_end, DisagreementError, True):
         assert (
-            "tied parameter words.weight of stage 0 (let parallelize_module and fully_shard do the same with it in "
-            "all its stages): float64[16, 8] as (S(0)) on the mesh (tp=2) on rank 0; float64[16, 8] on rank 1"
+            "tied parameter words.weight of stage 0 (make it alike in all its stages: shape, dtype, and what "
+            "parallelize_module and fully_shard do with it): float64[16, 8] as (S(0)) on the mesh (tp=2) on rank 0; "
+            "float64[16, 8] on rank 1"
         ) in message
 
 
 def test_a_tied_parameter_that_lies_differently_in_stages_of_one_rank(four_ranks: Ranks) -> None:
     first, *_ = four_ranks.run(refuse, TENSOR_PARALLEL, "ZBVZeroBubble", parallel_at_one_end, StepError, True)
-    assert "is float64[16, 8] as (S(0)) on the mesh (tp=2) in stage 0, and float64[16, 8] in stage 3: let" in first
+    assert "is float64[16, 8] as (S(0)) on the mesh (tp=2) in stage 0, and float64[16, 8] in stage 3: make it" in first
 
 
 def test_layers_made_parallel_over_the_ranks_of_the_pipeline(four_ranks: Ranks) -> None:

@@ -96,7 +96,8 @@ def _seed_workers_alike(data_loader: DataLoader[Any], ranks: Ranks) -> None:
 
 
 _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_DECIDING = "on_train_begin on_epoch_begin on_step_end on_substep_end on_epoch_end on_log on_evaluate on_save".split()
+# Not on_log: a compute_loss of the user's own may log, and runs on the rank of the last stage alone.
+_DECIDING = "on_train_begin on_epoch_begin on_step_end on_substep_end on_epoch_end on_evaluate on_save".split()
 
 
 class AgreeingCallbacks(CallbackHandler):

@@ -90,6 +90,11 @@ class PipelineArguments:
                 f"{counted(world, 'rank')} cannot be shared evenly by pipelines of {ranks}: start a multiple of "
                 f"{ranks} ranks, or pass PipelineArguments(stages={world * chunks})"
             )
+        if self.searches and ranks < world:
+            raise InputError(
+                f"PipelineArguments(stages={stages}, schedule='auto') on {world} ranks would be {world // ranks} "
+                "pipelines, and 'auto' plans for one: name a schedule, or leave out stages"
+            )
         if self.searches:
             return Placement.loop(ranks)
         return plan_for(self.schedule, ranks=ranks, microbatches=1).placement
@@ -145,6 +150,11 @@ _CONFLICTS = (
         lambda args: args.use_cache,
         "use_cache",
         "a key/value cache cannot cross a cut: leave it out, or use_cache=False",
+    ),
+    _Conflict(
+        lambda args: args.bf16_full_eval,
+        "bf16_full_eval",
+        "it converts the model, whose stages share its parameters: pass bf16=True",
     ),
     _Conflict(
         lambda args: args.fp16 or args.fp16_full_eval,

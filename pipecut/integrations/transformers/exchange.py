@@ -56,18 +56,20 @@ def collect_weights(cut: CutModel) -> None:
 
     They are written into the model's own tensors, one after the other, so that no second copy of the model is made.
     """
-    ranks = cut.ranks
-    if len(ranks.peers) == 1:
-        return
-    held: list[list[str]] = [[] for _ in ranks.peers]
-    dist.all_gather_object(held, [*cut.schedule.state_dict()], group=ranks.group)
+    ranks, own = cut.ranks, cut.schedule.state_dict()
+    held: list[list[str]] = [[*own]]
+    if len(ranks.peers) > 1:
+        held = [[] for _ in ranks.peers]
+        dist.all_gather_object(held, [*own], group=ranks.group)
     holders = {name: rank for rank, names in zip(ranks.peers, held, strict=True) for name in names}
     for name, tensor in cut.model.state_dict().items():
-        if name not in holders:
+        if name not in holders or not isinstance(tensor, Tensor):
             continue  # no stage uses it, so that nobody has changed it
-        value = tensor.to(cut.device).contiguous()
-        dist.broadcast(value, holders[name], group=ranks.group)
-        if ranks.rank != holders[name]:
+        # Of a holder it is the stage's: a buffer that was moved, or assigned anew, is no longer the model's.
+        value = (own[name] if ranks.rank == holders[name] else tensor).to(cut.device).contiguous()
+        if len(ranks.peers) > 1:
+            dist.broadcast(value, holders[name], group=ranks.group)
+        if value.data_ptr() != tensor.data_ptr():
             tensor.copy_(value)
 
 

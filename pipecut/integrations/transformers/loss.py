@@ -155,6 +155,8 @@ class BatchChunks(ChunkSpec):
         return self._rows.cut_dim(value, name)
 
     def cut(self, value: Any, sizes: Sequence[int], name: str) -> Sequence[Any]:
+        if ITEMS in name and isinstance(value, int | float):
+            value = torch.tensor(value)
         if ITEMS not in name or self.counts is None or not isinstance(value, Tensor):
             return self._rows.cut(value, sizes, name)
         items = self.counts.to(value.device)

@@ -219,6 +219,9 @@ class Channel:
                 if happened & ~select.POLLOUT:
                     self.read(_READ_NOW)
             _read_all(self.others)
+            for channel in (self, *self.others):  # what a full socket kept back; its reader may be waiting for it
+                if channel._borrowed.has_news and not channel.has_ended:
+                    channel._send_news()
 
     def shut_down(self) -> None:
         """Wake whoever waits at either end, from any thread."""

@@ -33,6 +33,7 @@ from ...stage import (
 )
 from ...torch_internals import wrapped_attribute
 from .ranks import Position, check_copies, places_of, position_of, ranks_of
+from .save import finish_pending
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -78,6 +79,7 @@ def export_safetensors(
     ['config.json', 'model.safetensors.index.json', 'stage', 'stage']
     """
     ranks = ranks_of(schedule, group)
+    finish_pending()
     path = Path(folder)
     facts = ranks.agree(lambda: _checked(path, schedule, config, tokenizer))
     lines = differences([{"folder": each.folder} for each in facts])

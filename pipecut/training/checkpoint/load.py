@@ -83,7 +83,7 @@ def load_checkpoint(
     """
     _check_extra(extra)
     ranks = ranks_of(schedule, group)
-    finish_pending(schedule)
+    finish_pending()
     names = parameter_names(schedule)
     facts = ranks.agree(lambda: _facts_of(Path(checkpoint), schedule, as_list(optimizer), names))
     lines = differences([{"checkpoint": each.path} for each in facts])

@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +32,7 @@ from .ranks import Ranks, places_of, ranks_of
 JOB_FILE = "job.pt"
 _VISIBLE_WAIT = 20.0 * PATIENCE  # seconds until a network file system shows the first rank what others wrote
 _executor = ThreadPoolExecutor(1, thread_name_prefix="pipecut checkpoint")
-_pending: weakref.WeakKeyDictionary[PipelineSchedule, CheckpointSave] = weakref.WeakKeyDictionary()
+_pending: list[CheckpointSave] = []  # asynchronous saves, until they have ended and what went wrong was raised
 
 
 class CheckpointSave:
@@ -109,7 +108,7 @@ def save_checkpoint(
     """
     _check_arguments(step, keep, extra)
     ranks = ranks_of(schedule, group)
-    finish_pending(schedule)
+    finish_pending()
     given: list[Contents] = []
     options = {"keep": keep, "asynchronous": asynchronous}
 
@@ -126,20 +125,24 @@ def save_checkpoint(
         return CheckpointSave(draft.path, step)
     copied = given.pop().copied()
     save = CheckpointSave(draft.path, step, _executor.submit(_write, ranks, draft, copied, facts, keep))
-    _pending[schedule] = save
+    _pending.append(save)
     return save
 
 
-def finish_pending(schedule: PipelineSchedule) -> None:
-    """Wait for an asynchronous save of a schedule, and raise its error unless that was raised before."""
-    pending = _pending.pop(schedule, None)
-    if pending is not None and not pending.is_reported:
-        pending.wait()
+def finish_pending() -> None:
+    """Wait for asynchronous saves, and raise the error of one unless that was raised before.
+
+    All of them, for their threads use the same groups as whatever comes next.
+    """
+    while _pending:
+        save = _pending.pop(0)
+        if not save.is_reported:
+            save.wait()
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for save in list(_pending.values()):
+    for save in _pending:
         if not save.is_reported:
             try:
                 save.wait()
