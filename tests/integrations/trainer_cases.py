@@ -155,7 +155,7 @@ def make_trainer(case: str, folder: Path, pipeline: Mapping[str, Any] | None = N
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves: the figures that were logged, and the weights of the model by name."""
+    """Result of a training: the figures that were logged, and the weights of the model by name."""
 
     logs: list[dict[str, float]]
     weights: dict[str, Tensor]

@@ -24,7 +24,7 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model is made of: for each layer in the order in which they run."""
+    """Layers of a model: for each in the order in which they run."""
 
     defined: tuple[int, ...]  # the order of definition
     tied_to: tuple[int | None, ...]  # an earlier layer whose weight it has

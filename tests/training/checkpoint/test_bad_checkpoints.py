@@ -1,4 +1,4 @@
-"""What does not fit is an error that names it, before anything is changed."""
+"""Errors that name what does not fit, before anything is changed."""
 
 from __future__ import annotations
 
