@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
         yield Case(name, nn.Sequential(*layers), torch.randn(4, channels, size, size))
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure all cases, print the table and the goals."""
     rounds *= ROUNDS_FOR_EACH
     measured = {case.name: measure(case, rounds) for case in cases()}
@@ -74,7 +74,9 @@ def run(rounds: int) -> None:
         ["", "full", "I + W", "I alone", "upstream, full", "upstream, I + W", "upstream, I alone"],
         [_row(case, times) for case, times in measured.items()],
     )
-    show_goals([Goal(f"{case}: I + W, of full", _ratio(times, SPLIT), LIMIT) for case, times in measured.items()])
+    return show_goals(
+        [Goal(f"{case}: I + W, of full", _ratio(times, SPLIT), LIMIT) for case, times in measured.items()]
+    )
 
 
 def measure(case: Case, rounds: int) -> Times:

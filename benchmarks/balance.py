@@ -195,7 +195,7 @@ def _show_large() -> None:
     show_table(f"{count:,} blocks into {stages} stages", ["", "seconds", "bottleneck / mean", "proven best"], rows)
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Print the imbalance of every model."""
     warnings.filterwarnings("ignore", category=pipecut.PipeWarning)
     _show_large()
@@ -208,7 +208,8 @@ def run(rounds: int) -> None:
                 possible.append(measured)
     columns = ["model", "stages", "expected", "measured costs", "analytic costs", "by layers", "by parameters"]
     show_table("the longest stage / the mean stage, measured", columns, rows)
-    if possible:
-        show_goals([Goal("the worst, where a cut that good exists", max(possible), LIMIT)])
-        good = sum(each <= LIMIT for each in possible)
-        console.print(f"{good} of {len(possible)} cuts within {LIMIT}; median {statistics.median(possible):.3f}")
+    if not possible:
+        return []
+    good = sum(each <= LIMIT for each in possible)
+    console.print(f"{good} of {len(possible)} cuts within {LIMIT}; median {statistics.median(possible):.3f}")
+    return show_goals([Goal("the worst, where a cut that good exists", max(possible), LIMIT)])

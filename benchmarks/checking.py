@@ -40,7 +40,7 @@ class Timing:
     export: float
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure all models, print the table and the goals."""
     sides = {(name, side): functools.partial(_time, name, side) for name in MODELS for side in (CHECKED, UNCHECKED)}
     timings = in_turn(sides, rounds, "checking")
@@ -58,7 +58,7 @@ def run(rounds: int) -> None:
             for name in MODELS
         ],
     )
-    show_goals([Goal(f"{name}: checks, of torch.export's time", shares[name], 0.35) for name in MODELS])
+    return show_goals([Goal(f"{name}: checks, of torch.export's time", shares[name], 0.35) for name in MODELS])
 
 
 def _shares(checked: list[Timing], unchecked: list[Timing]) -> float:

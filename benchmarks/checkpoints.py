@@ -34,7 +34,7 @@ RANKS, MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = (
 )  # about 50 MB of parameters, and 150 MB with AdamW
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Print the ratios, each the median over the rounds."""
     folder = tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "."), prefix="checkpoints-")
     try:
@@ -53,7 +53,7 @@ def run(rounds: int) -> None:
             ["call of an asynchronous save, which copies", f"{found['call']:.3f}"],
         ],
     )
-    show_goals(
+    return show_goals(
         [
             Goal("save beside torch.distributed.checkpoint", found["save ratio"], 1.2),
             Goal("step beside an asynchronous save", found["step ratio"], 1.15),

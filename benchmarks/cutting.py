@@ -50,7 +50,7 @@ class Timing:
 Timings: TypeAlias = dict[tuple[int, str], list[Timing]]
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure all sizes, print the tables and the goals."""
     sides = {(layers, name): side for layers in LAYERS for name, side in _sides(layers).items()}
     timings = in_turn(sides, rounds, "cutting")
@@ -64,7 +64,7 @@ def run(rounds: int) -> None:
         ["layers", "cutting", "total", "total less the export alone with fixed sizes"],
         [_comparison(timings, layers) for layers in LAYERS],
     )
-    show_goals(list(_goals(timings)))
+    return show_goals(list(_goals(timings)))
 
 
 def _sides(layers: int) -> dict[str, Callable[[], Timing]]:

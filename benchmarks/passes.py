@@ -20,7 +20,7 @@ Order = dict[int, list[Any]]
 Pass = Callable[[Any, dict[str, Order], int], object]
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure both sides and print the table and the goals."""
     cases = {(name, ranks): _inputs(ranks) for name in PASSES for ranks in RANKS}
     sides = {
@@ -41,7 +41,7 @@ def run(rounds: int) -> None:
             for name in PASSES
         ],
     )
-    show_goals(
+    return show_goals(
         [
             Goal(f"{name}, of upstream's time, worst of {RANKS} ranks", max(ratios[name, r] for r in RANKS), 1.0)
             for name in PASSES

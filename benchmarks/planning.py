@@ -23,7 +23,7 @@ MEGABYTE = 1024 * 1024
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure both sides and print the table and the goals."""
     sizes = {f"{ranks} ranks x {microbatches}": (ranks, microbatches) for ranks, microbatches in (SMALL, BIG)}
     sides: dict[tuple[str, str], Callable[[], float]] = {}
@@ -55,7 +55,7 @@ def run(rounds: int) -> None:
     small, big = sizes
     huge = plan_for("1F1B", ranks=HUGE[0], microbatches=HUGE[1])
     simulating = seconds(lambda: simulate(huge, Costs()))
-    show_goals(
+    return show_goals(
         [
             Goal("big plan, of upstream's time", median_ratio(times[big, OURS], times[big, UPSTREAM]), 1 / 20),
             Goal(

@@ -7,7 +7,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ LOADS = (
 )
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> Iterator[Goal]:
     """Plan with measured costs, run, compare."""
     for load in LOADS:
         found = pipecut.launch(_rounds, load.ranks, load, rounds, timeout=1200)[0]
@@ -109,8 +109,8 @@ def run(rounds: int) -> None:
         ]
         title = f"a step of {load.title} ({os.cpu_count()} cores)"
         show_table(title, ["schedule", "predicted, ms", "executed, ms", "ratio"], rows)
-        show_goals([*_goals(times), *_pairs(predicted, executed)])
-    _show_memory(LOADS[0])
+        yield from show_goals([*_goals(times), *_pairs(predicted, executed)])
+    yield from _show_memory(LOADS[0])
 
 
 Pairs = dict[str, list[tuple[float, float]]]
@@ -140,7 +140,7 @@ def _pairs(predicted: dict[str, float], executed: dict[str, float]) -> list[Goal
     return [Goal(f"the faster of two, {len(apart)} pairs: part predicted wrong", len(wrong) / len(apart), 0.10)]
 
 
-def _show_memory(load: Load) -> None:
+def _show_memory(load: Load) -> list[Goal]:
     """The most memory of each rank: parameters, gradients, what Adam keeps, and activations."""
     rows, goals = [], []
     for name, recompute in itertools.product(TRAINING, (False, True)):
@@ -151,7 +151,7 @@ def _show_memory(load: Load) -> None:
         goals.append(Goal(f"{name}{', recomputed' if recompute else ''}: memory off by", off, 0.15))
     columns = ["schedule", "recompute", "predicted, MB", "executed, MB", "off by"]
     show_table(f"memory of ranks: {load.title}", columns, rows)
-    show_goals(goals)
+    return show_goals(goals)
 
 
 def _memory(load: Load, name: str, recompute: bool) -> tuple[float, float]:

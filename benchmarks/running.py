@@ -34,7 +34,7 @@ UNCUT, COPY, OURS, REBUILT, UPSTREAM = (
 Times: TypeAlias = dict[str, list[float]]
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> list[Goal]:
     """Measure all sizes, print the table and the goals."""
     rounds *= ROUNDS_FOR_EACH
     cases = {f"width {width}, {stages} stages": measure(width, stages, rounds) for width in WIDTHS for stages in STAGES}
@@ -43,7 +43,7 @@ def run(rounds: int) -> None:
         ["", "time", "of uncut", "of upstream"],
         [_row(case, name, times) for case, times in cases.items() for name in times],
     )
-    show_goals(list(_goals(cases)))
+    return show_goals(list(_goals(cases)))
 
 
 def measure(width: int, stages: int, rounds: int) -> Times:

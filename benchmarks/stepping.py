@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Result:
     simulated: float
 
 
-def run(rounds: int) -> None:
+def run(rounds: int) -> Iterator[Goal]:
     """Measure all settings, print the table and the goals."""
     rows, goals = [], []
     for ranks in RANKS:
@@ -96,7 +96,7 @@ def run(rounds: int) -> None:
             goals.append(Goal(what, ratio, setting.load.limit))
     columns = ["setting", "pipecut, ms", "upstream, ms", "ratio", "of the simulated time"]
     show_table(f"a training step, medians of {rounds} rounds", columns, rows)
-    show_goals(goals)
+    yield from show_goals(goals)
     _show_memory()
 
 
