@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +30,13 @@ class Agreement:
     def ranks(self) -> Sequence[int]:
         """The ranks of the pipeline that are in this process."""
         return self._connection.ranks
+
+    def reporting(self, where: str) -> AbstractContextManager[None]:
+        """Return a context in which an exception of this rank ends the step or call in which other ranks wait for it.
+
+        `where` follows "rank 0 failed" in their error.
+        """
+        return self._connection.reporting(where)
 
     def sum(self, call: int, count: int, numbers: Callable[[], Sequence[float]]) -> list[float]:
         """Return the sums over all ranks of `count` numbers that each of them makes.

@@ -72,7 +72,6 @@ from .randomness import StepSeeds as StepSeeds
 from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
 from .replica import UnwrappedNames as UnwrappedNames
-from .replica import unwrapped_name as unwrapped_name
 from .stage import Flight as Flight
 from .stage import Item as Item
 from .stage import PipelineStage as PipelineStage

@@ -79,7 +79,7 @@ class Progress:
         self._loggers = loggers if self._is_shown else ()
         self._file: TextIO | None = None
         if file is not None and self._is_shown:
-            with schedule._connection.reporting("when it opened the file of Progress"):
+            with schedule.agreement.reporting("when it opened the file of Progress"):
                 self._file = _opened(Path(file))
         self._display = _Display(total_steps, start, every, console) if self._is_shown else None
         self._recent: deque[tuple[float, StepMetrics]] = deque(maxlen=_RECENT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..pipe import Pipe
 from ..pipe_ir import flatten
 from ..run import cut_by_hand, cut_traced
 from ..schedule import FAMILIES, Plan, known_name, plan_for
-from ..stage import PipelineStage, is_distributed, unwrapped_name
+from ..stage import PipelineStage, UnwrappedNames, is_distributed
 from ..text import shape_text
 
 Stages = Pipe | PipelineStage | Sequence[PipelineStage]
@@ -166,8 +166,9 @@ def match_parameters(stages: Sequence[PipelineStage], model: nn.Module, names: N
     matcher = _Matcher(model, names)
     found: dict[int, HeldParameter] = {}
     for stage in stages:
+        unwrapped = UnwrappedNames(stage.submod)
         for name, parameter in stage.submod.named_parameters():
-            held = matcher.match(stage.stage_index, name, parameter)
+            held = matcher.match(stage.stage_index, name, unwrapped.of(name), parameter)
             if held is not None:
                 found.setdefault(id(parameter), held)
     matcher.raise_faults()
@@ -181,13 +182,21 @@ def match_buffers(stages: Sequence[PipelineStage], model: nn.Module) -> dict[Buf
     """Return the names in the model of those buffers of the stages that are its buffers, or have the names of some."""
     named = dict(model.named_buffers(remove_duplicate=False))
     by_identity = {id(buffer): name for name, buffer in reversed(named.items())}
+    by_unwrapped = _by_unwrapped(model, named)
     found: dict[BufferPlace, str] = {}
     for stage in stages:
+        unwrapped = UnwrappedNames(stage.submod)
         for path, buffer in stage.submod.named_buffers(remove_duplicate=False):
-            name = by_identity.get(id(buffer), unwrapped_name(path))
-            if name in named and named[name].shape == buffer.shape:
+            name = by_identity.get(id(buffer)) or by_unwrapped.get(unwrapped.of(path))
+            if name is not None and named[name].shape == buffer.shape:
                 found[stage.stage_index, path] = name
     return found
+
+
+def _by_unwrapped(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return names in a model by those without wrappers: the model may have wrapped parts, or its copy in a stage."""
+    unwrapped = UnwrappedNames(model)
+    return {unwrapped.of(name): name for name in names}
 
 
 class _Matcher:
@@ -196,27 +205,24 @@ class _Matcher:
         self.names = names
         self.canonical = _parameter_names(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.by_unwrapped = _by_unwrapped(model, self.parameters)
         self.by_identity = {id(parameter): self.canonical[name] for name, parameter in self.parameters.items()}
         self.faults: list[str] = []
 
-    def match(self, stage: int, name: str, parameter: Tensor) -> HeldParameter | None:
+    def match(self, stage: int, name: str, unwrapped: str, parameter: Tensor) -> HeldParameter | None:
         known = self.by_identity.get(id(parameter))
         if known is not None:
             return HeldParameter(stage, known, parameter)
-        fault = self._fault(stage, name, parameter)
+        wanted = self.by_unwrapped.get(unwrapped, unwrapped) if self.names is None else self.names(stage, name)
+        fault = self._fault(f"stage {stage}: '{name}'", wanted, parameter)
         if fault:
             self.faults.append(fault)
             return None
-        return HeldParameter(stage, self.canonical[self._name(stage, name)], parameter)
+        return HeldParameter(stage, self.canonical[wanted], parameter)
 
-    def _name(self, stage: int, name: str) -> str:
-        return unwrapped_name(name) if self.names is None else self.names(stage, name)
-
-    def _fault(self, stage: int, name: str, parameter: Tensor) -> str:
-        where = f"stage {stage}: '{name}'"
+    def _fault(self, where: str, wanted: str, parameter: Tensor) -> str:
         if is_distributed(parameter):
             return f"{where} is sharded, and the model's is not: verify before fully_shard"
-        wanted = self._name(stage, name)
         if wanted not in self.parameters:
             return f"{where} is not a parameter of {self.kind}, nor is there one named '{wanted}'"
         original = self.parameters[wanted]

@@ -478,6 +478,20 @@ def test_copies_under_the_same_names_are_the_models() -> None:
     assert gradients_in(found) == {"0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"}
 
 
+@pytest.mark.parametrize("wrapped", ["copy", "model"])
+def test_wrapped_parts_of_copies_have_the_names_of_the_models(wrapped: str) -> None:
+    """torch.compile puts `_orig_mod` into the middle of a name, which names no parameter of the other."""
+    model, (x, y) = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), batch()
+    copied = copy.deepcopy(model)
+    changed = copied if wrapped == "copy" else model
+    changed[0] = nn.Sequential(*(torch.compile(layer, backend="eager") for layer in changed[0]))
+    names = {name for name, _ in model.named_parameters()}
+    found = verify(stages_of([copied]), model, (x,), target=y, loss_fn=mse, n_microbatches=1)
+    assert gradients_in(found) == names
+    buffers = {difference.name for difference in found.differences if difference.what == "buffer"}
+    assert buffers == {name for name, _ in model.named_buffers()}
+
+
 def test_copies_under_other_names_need_a_function() -> None:
     model, (x, y) = chain(2), batch()
     copies = copy.deepcopy(model)

@@ -24,9 +24,6 @@ _UNSUPPORTED = (
     ),
 )
 
-# Prefixes that DistributedDataParallel and torch.compile put in front of the names of parameters and buffers.
-_PREFIXES = ("module.", "_orig_mod.")
-
 
 def replica_of(module: nn.Module) -> Replica:
     """Return the replica of a stage's module, wrapped as a whole or in parts.
@@ -52,17 +49,6 @@ def replica_of(module: nn.Module) -> Replica:
 def wrapped_parts(module: nn.Module) -> frozenset[int]:
     """Return the ids of the parts of a module that are copied or sharded."""
     return frozenset(id(part) for wrapper in _WRAPPERS for part in _parts_under(wrapper, module))
-
-
-def unwrapped_name(name: str) -> str:
-    """Return the name that a parameter or a buffer has in the user's own module.
-
-    >>> unwrapped_name("module._orig_mod.head.weight")
-    'head.weight'
-    """
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 class UnwrappedNames:
