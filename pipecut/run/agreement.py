@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +14,8 @@ from ..schedule import Plan
 from .connection import CALLS, Connection
 from .failure import ANY_PARTNER
 from .transport import connection_to, wait_for
+
+_T = TypeVar("_T")
 
 
 class Agreement:
@@ -38,22 +41,34 @@ class Agreement:
         """
         return self._connection.reporting(where)
 
-    def sum(self, call: int, count: int, numbers: Callable[[], Sequence[float]]) -> list[float]:
+    def sum(
+        self,
+        call: int,
+        count: int,
+        prepare: Callable[[], _T],
+        finish: Callable[[_T], Sequence[float]],
+        alike: Callable[[_T], int | None] = lambda prepared: 0,
+    ) -> list[float]:
         """Return the sums over all ranks of `count` numbers that each of them makes.
 
-        They are means over copies of a stage. If `numbers` raises on one rank, this raises StepError on all, and the
-        next call is possible.
+        They are means over copies of a stage. `prepare` is what this rank does alone. If it raises on one rank, this
+        raises StepError on all, and the next call is possible. `finish` makes the numbers of what was prepared, and may
+        reduce tensors together with the ranks that hold parts of the same stages: it is called if none of those has
+        failed, and what was prepared has the same number by `alike` on each. If that is None on one of them, only such
+        ranks finish, which then reduce nothing.
         """
         with self._calling(call) as where:
             made: Sequence[float] = [0.0] * count
-            error = None
+            prepared, error = _attempt(prepare)
+            number = 0 if error is not None or prepared is None else alike(prepared)
+            error, together = self._connection.agree_with_partners(error, number)
+            if prepared is not None and error is None and (together or number is None):
+                finished, error = _attempt(lambda: finish(prepared))
+                made = made if finished is None else finished
             try:
-                made = numbers()
-            except LostConnectionError:
-                raise  # which nobody could agree on
-            except Exception as failure:
-                error = failure
-            return list(self._connection.agree(error, made, where))
+                return list(self._connection.agree(error, made, where))
+            finally:
+                del error  # whose traceback has this frame: they would keep each other, and the schedule
 
     def exchange(self, call: int, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """Return the facts of every rank of the pipeline, in their order."""
@@ -78,6 +93,16 @@ class Agreement:
                 yield where
         finally:
             connection.end_call()
+
+
+def _attempt(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return the value of a function, or the error that it raises."""
+    try:
+        return function(), None
+    except LostConnectionError:
+        raise  # which nobody could agree on
+    except Exception as error:
+        return None, error
 
 
 class HasAgreement:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, InputError, PipeError, PipeWarning, StepError
 from ..schedule import Op, Plan
-from ..stage import PipelineStage, check_not_within_pipeline, is_initialized
+from ..stage import PipelineStage, check_not_within_pipeline, is_distributed, is_initialized
 from ..torch_internals import is_compiled
 from .failure import ANY_PARTNER, ANY_RANK, BEGIN, END, FailureReports, describe, step_error
 from .handshake import Exchange, Handshake
@@ -60,6 +60,9 @@ class Connection:
         partners = _distinct(group for stage in stages for group in stage.groups.partners)
         # Of whole pipelines, with batches of their own: tensor-parallel partners share one.
         self.copies = [] if self.in_process else _distinct(one for stage in stages for one in stage.groups.replicas)
+        self._sharding = _distinct(one for stage in stages if _is_sharded(stage) for one in stage.groups.partners)
+        self._sharing_batches = {group.group_name for stage in stages for group in stage.groups.tensors}
+        self.seed = 0  # of the random numbers of this call, which those that share its batch must have too
         pipeline = None
         self._selection = Selection(transport)
         self._on_host: SharedMemoryTransport | None = None
@@ -136,6 +139,7 @@ class Connection:
     def end_call(self) -> None:
         """Let the next call begin."""
         self._agreed = None  # its traceback has all values of the step
+        self.seed = 0
         self._running.release()
 
     def share(self, kind: int, source: int, numbers: list[int] | None) -> list[int]:
@@ -190,15 +194,21 @@ class Connection:
         """
         reports = self.failure_reports
         if reports is None:
-            if error is not None:
-                raise error
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # its traceback has this frame
             return figures
         call = f"{self._number}.{self._calls}"
         if error is not None:
             reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
         numbers = [0.0 if error is None else 1.0, *figures]
         for group in (*reports.groups[1:], reports.groups[0]):  # with the partners of a stage, then with other stages
-            failed, *sums = self._added_up(numbers, group, reports)
+            failed, total, squares, *sums = self._added_up([numbers[0], *_spread(self.seed), *numbers[1:]], group)
+            if group.group_name in self._sharing_batches and _differ(total, squares, group) and not failed:
+                error, failed = PipeError(_OTHER_SEEDS), 1.0
+                reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
             told = reports.read_outcome(call) if failed else ""
             partners = 1 if group is reports.groups[0] else group.size()
             numbers = [failed, *(number / partners for number in sums)]
@@ -207,20 +217,64 @@ class Connection:
             raise self._agreed from error
         return numbers[1:]
 
-    def _added_up(self, numbers: list[float], group: dist.ProcessGroup, reports: FailureReports) -> list[float]:
+    def agree_with_partners(self, error: Exception | None, alike: int | None) -> tuple[Exception | None, bool]:
+        """Return the error to report, and True if all ranks that hold parts of the same stages go on.
+
+        They meet here before collectives of their own, into which one that has failed would not come. `alike` is a
+        number that has to be the same on each of them; if it is None on one, that one wants nothing to be reduced.
+        """
+        failed, stops = float(error is not None), float(alike is None)
+        for group in self._sharding:
+            failed, stops, total, squares = self._added_up([failed, stops, *_spread(alike or 0)], group)
+            if not failed and not stops and _differ(total, squares, group):
+                error, failed = PipeError(_OTHER_PARTS), 1.0
+        if failed and error is None and self.in_process:
+            error = StepError("another rank that holds a part of the same stages failed: see its output")
+        return error, not failed and not stops
+
+    def _added_up(self, numbers: list[float], group: dist.ProcessGroup) -> list[float]:
         """Return the sums of numbers over the ranks of a group."""
-        is_pipeline = group is reports.groups[0]
+        is_pipeline = self.failure_reports is not None and group is self.failure_reports.groups[0]
         if is_pipeline and self._on_host is not None:
             return self._on_host.add_up(numbers)
-        shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, reports.device))
+        shared = torch.tensor(numbers, dtype=torch.float64, device=device_of_numbers(group, self._devices[0]))
         with connection_to(ANY_RANK if is_pipeline else ANY_PARTNER):
             wait_for(dist.all_reduce(shared, group=group, async_op=True), self.timeout)
         sums: list[float] = shared.tolist()
         return sums
 
 
+# Numbers that have to be alike are compared by their sum and the sum of their squares, which are exact.
+
+_ALIKE_BITS = 20
+_OTHER_SEEDS = (
+    "the ranks that hold parts of the same stages by tensor parallelism began this step with different random numbers, "
+    "so that dropout and the like would differ between the parts of one value: call torch.manual_seed() with the same "
+    "number on all of them, and let none draw more from torch's default generator than the others"
+)
+
+_OTHER_PARTS = (
+    "the ranks that hold parts of the same stages have gradients of different parameters, or pass different ones: make "
+    "the same calls, for the same parameters, on each of them"
+)
+
+
+def _spread(number: int) -> tuple[float, float]:
+    """Return a number, and its square: sums of both show whether ranks have different ones."""
+    kept = number % (1 << _ALIKE_BITS)
+    return float(kept), float(kept * kept)
+
+
+def _differ(total: float, squares: float, group: dist.ProcessGroup) -> bool:
+    return group.size() * squares != total * total
+
+
 def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return list({group.group_name: group for group in groups}.values())
+
+
+def _is_sharded(stage: PipelineStage) -> bool:
+    return any(map(is_distributed, stage.submod.parameters()))
 
 
 def _is_distributed(stages: Sequence[PipelineStage], plan: Plan) -> bool:

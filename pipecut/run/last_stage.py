@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from ..pipe_ir import flatten, map_leaves, unflatten
 from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
 from .inputs import Given
 from .loss import BatchLoss, Losses, Objective, Weighing, check_no_nan
+from .parameters import HeldTensor
 from .state import StepState
 
 
@@ -169,8 +170,8 @@ class _LossScaler(Protocol):
     def begin_step(self) -> Tensor:
         """Return the factor of a training step that begins; raise if the step does not fit."""
 
-    def check_unscaled(self, call: str) -> None:
-        """Raise if the gradients have been multiplied by the factor and not yet divided by it."""
+    def check_unscaled(self, call: str, held: Iterable[HeldTensor]) -> None:
+        """Raise if gradients of these parameters were multiplied by the factor and not yet divided by it."""
 
 
 class HasLossScale:

@@ -18,6 +18,7 @@ from .autograd import packing_hooks as packing_hooks
 from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
+from .autograd import scales_by_itself as scales_by_itself
 from .autograd import tensor_hooks as tensor_hooks
 from .checkpoint import METADATA_FILE as METADATA_FILE
 from .checkpoint import unpickle_metadata as unpickle_metadata

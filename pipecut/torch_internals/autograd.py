@@ -122,6 +122,18 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Run the check, which also divides the gradients by the scale."""
         return check()
 
+    def parts_of(self, optimizer: Any) -> Any:
+        """Return an object whose parameter groups are checked in place of an optimizer's."""
+        return optimizer
+
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> FoundInf:
         base = super()._unscale_grads_
-        return self.found_by(lambda: base(optimizer, inv_scale, found_inf, allow_fp16))
+        return self.found_by(lambda: base(self.parts_of(optimizer), inv_scale, found_inf, allow_fp16))
+
+
+def scales_by_itself(optimizer: Any) -> bool:
+    """Return True for a fused optimizer, whose step is given the scale and may leave the gradients as they are.
+
+    GradScaler knows them by an attribute, for which there is no public name.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

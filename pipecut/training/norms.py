@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,15 +118,13 @@ def _norm_of(
             f"{call.name}() takes the schedule first, and got {type(schedule).__name__}: a rank has the parameters of "
             f"its own stages only; for a model that is not cut there is torch.nn.utils.{call.name}"
         )
-    if schedule.loss_scaler is not None:
-        schedule.loss_scaler.check_unscaled(call.name)
     held = schedule.held_parameters()
     chosen = _Chosen(schedule, held, parameters)
     message = _Message(schedule, _known_order(schedule) or _find_order(schedule, held, call.kind), call)
-    numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
+    numbers = message.exchange(held, chosen)
     if message.is_outdated(numbers):
         message = _Message(schedule, _find_order(schedule, held, call.kind), call, is_new=True)
-        numbers = schedule.agreement.sum(call.kind, message.count, lambda: message.write(held, chosen))
+        numbers = message.exchange(held, chosen)
     norms = message.read(numbers)
     values = _tensors_of(list(norms.values()), schedule.stages[0].device)
     total = torch.nn.utils.get_total_norm(values, call.norm_type, foreach=False)
@@ -239,6 +238,20 @@ class _Chosen:
                 )
 
 
+@dataclass(frozen=True)
+class _Own:
+    """The numbers of one process before the norms, and the parameters whose norms they get."""
+
+    numbers: list[float]
+    counted: Sequence[HeldTensor] | None  # None if the order of all parameters is outdated
+
+    def digest(self) -> int | None:
+        """Return a number that follows from the parameters whose shards are reduced together."""
+        if self.counted is None:
+            return None
+        return zlib.crc32(str([_key_of(each) for each in self.counted if is_distributed(each.value.grad)]).encode())
+
+
 class _Message:
     """The numbers of all ranks: each writes those of its own parameters, and zeros for others; then they are summed."""
 
@@ -255,14 +268,22 @@ class _Message:
         self._norms = self._ties + 2 * ties
         self.count = self._norms + 2 * len(order.keys)
 
-    def write(self, held: Sequence[HeldTensor], chosen: _Chosen) -> list[float]:
-        """Return the numbers of this process."""
+    def exchange(self, held: Sequence[HeldTensor], chosen: _Chosen) -> list[float]:
+        """Return the numbers of all ranks, added up."""
+        return self._schedule.agreement.sum(
+            self._call.kind, self.count, lambda: self._prepare(held, chosen), self._finish, _Own.digest
+        )
+
+    def _prepare(self, held: Sequence[HeldTensor], chosen: _Chosen) -> _Own:
+        """Return the numbers of this process but for the norms; raise on what does not fit."""
         numbers = [0.0] * self.count
         stages = [stage.stage_index for stage in self._schedule.stages]
         if not self._is_new and not (self._order.fits(held, stages) and chosen.fits(self._order)):
             numbers[0] = 1.0
-            return numbers
+            return _Own(numbers, None)
         chosen.check(self._order)
+        if self._schedule.loss_scaler is not None:
+            self._schedule.loss_scaler.check_unscaled(self._call.name, chosen.held)
         numbers[1] = float(sum(each.value.grad is not None for each in held))
         options = list(self._call.options.values())
         for rank in self._schedule.agreement.ranks:
@@ -273,15 +294,17 @@ class _Message:
             of_these = sum(each in chosen.held for each in holders)
             numbers[self._ties + 2 * place] = float(of_these)
             numbers[self._ties + 2 * place + 1] = float(len(holders) - of_these)
-        self._write_norms(numbers, [each for each in chosen.held if each.counts and each.value.grad is not None])
-        return numbers
+        return _Own(numbers, [each for each in chosen.held if each.counts and each.value.grad is not None])
 
-    def _write_norms(self, numbers: list[float], counted: Sequence[HeldTensor]) -> None:
+    def _finish(self, own: _Own) -> list[float]:
+        """Return the numbers of this process; those that hold shards of its stages reduce norms with it."""
+        counted = own.counted or ()
         norms = _norms_of([each.value.grad for each in counted], self._call, self._schedule)
         places = self._order.places
         for each, norm, value in zip(counted, norms, _values_of(norms), strict=True):
             begin = self._norms + 2 * places[_key_of(each)]
-            numbers[begin : begin + 2] = [1.0 + _DTYPES.index(norm.dtype), value]
+            own.numbers[begin : begin + 2] = [1.0 + _DTYPES.index(norm.dtype), value]
+        return own.numbers
 
     def is_outdated(self, numbers: Sequence[float]) -> bool:
         """Return True if a rank has other parameters than when the order was found."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,16 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import DisagreementError, InputError
-from ..run import UNSCALE, PipelineSchedule
-from ..stage import is_distributed
+from ..run import UNSCALE, HeldTensor, PipelineSchedule
+from ..stage import is_distributed, local_part
 from ..text import listed
-from ..torch_internals import FoundInf, OpenGradScaler
+from ..torch_internals import FoundInf, OpenGradScaler, scales_by_itself
 
 
-class _NoOptimizer:
-    """Stands for the optimizer of a rank that has nothing to train."""
+class _StandIn:
+    """Stands for the optimizer of a rank that has nothing to train, or for one with other tensors."""
 
-    param_groups: tuple[Any, ...] = ()
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self.param_groups = [{"params": parameters}]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Change nothing."""
@@ -76,8 +77,8 @@ class GradScaler(OpenGradScaler):
         super().__init__(device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._check_autocast = check_autocast
         self._schedule = weakref.ref(schedule)  # which has this
-        self._is_scaled = False  # True from a step on until the gradients are divided by the scale
-        self._nothing = _NoOptimizer()
+        self._unscaled: set[int] | None = None  # ids of parameters whose gradients were divided since the last step
+        self._nothing = _StandIn()
         schedule.loss_scaler = self if self.is_enabled() else None
 
     def begin_step(self) -> Tensor:
@@ -90,7 +91,7 @@ class GradScaler(OpenGradScaler):
                 "enabled=False to train in full precision or bfloat16, or with check_autocast=False if the model "
                 "enters autocast by itself"
             )
-        self._is_scaled = True
+        self._unscaled = set()
         return super().scale(torch.ones((), device=device))
 
     def scale(self, outputs: Any) -> NoReturn:
@@ -104,21 +105,30 @@ class GradScaler(OpenGradScaler):
         """Divide the gradients of an optimizer by the scale, on every rank, and find out if any is not finite."""
         self._check_can("unscale_")
         super().unscale_(self._given(optimizer))
-        self._is_scaled = False
+        self._note_unscaled(optimizer)
 
     def step(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
         """Run the optimizer's step on every rank, or on none if a gradient of any is not finite."""
         self._check_can("step")
         result = super().step(self._given(optimizer), *args, **kwargs)
-        self._is_scaled = False
+        if not scales_by_itself(optimizer):
+            self._note_unscaled(optimizer)
         return result
 
-    def check_unscaled(self, call: str) -> None:
-        """Raise if gradients have been scaled and not yet unscaled."""
-        if self._is_scaled:
+    def _note_unscaled(self, optimizer: Optimizer | None) -> None:
+        if self._unscaled is not None and optimizer is not None:
+            self._unscaled.update(id(each) for group in optimizer.param_groups for each in group["params"])
+
+    def check_unscaled(self, call: str, held: Iterable[HeldTensor]) -> None:
+        """Raise if gradients of some parameters were scaled and not yet unscaled."""
+        if self._unscaled is None:
+            return
+        names = [each.name for each in held if each.value.grad is not None and id(each.value) not in self._unscaled]
+        if names:
+            which = f"the optimizer of {listed(names, 4)}" if self._unscaled else "optimizer"
             raise InputError(
-                f"the gradients are multiplied by the scale of the GradScaler, {self.get_scale():g}: call "
-                f"scaler.unscale_(optimizer) before {call}()"
+                f"the gradients {f'of {listed(names, 4)} ' if self._unscaled else ''}are multiplied by the scale of "
+                f"the GradScaler, {self.get_scale():g}: call scaler.unscale_({which}) before {call}()"
             )
 
     def found_by(self, check: Callable[[], FoundInf]) -> FoundInf:
@@ -126,15 +136,14 @@ class GradScaler(OpenGradScaler):
         schedule = self._owner()
         ranks, agreement, found = schedule.plan.ranks, schedule.agreement, FoundInf()
 
-        def numbers() -> list[float]:
-            found.update(check())
-            made = [0.0] * (1 + ranks)
-            made[0] = float(self._found_by_parts(found))
+        def numbers(own: FoundInf) -> list[float]:
+            found.update(own)
+            made = [float(self._found_by_parts(own)), *[0.0] * ranks]
             for rank in agreement.ranks:
                 made[1 + rank] = self.get_scale()
             return made
 
-        total, *scales = agreement.sum(UNSCALE, 1 + ranks, numbers)
+        total, *scales = agreement.sum(UNSCALE, 1 + ranks, check, numbers)
         if any(scale != self.get_scale() for scale in scales):
             raise DisagreementError(
                 f"the scalers of the ranks have different scales: {listed(scales)} on ranks 0 to {ranks - 1}, and "
@@ -142,6 +151,13 @@ class GradScaler(OpenGradScaler):
             )
         devices = [*found] or [schedule.stages[0].device]
         return {device: torch.full((), float(total > 0), device=device) for device in devices}
+
+    def parts_of(self, optimizer: Any) -> Any:
+        """Return a stand-in with the local parts of DTensors.
+
+        torch cannot check them together with plain tensors, and would wait for the ranks that hold the other parts.
+        """
+        return _StandIn([_local(each) for group in optimizer.param_groups for each in group["params"]])
 
     def _found_by_parts(self, found: FoundInf) -> bool:
         """Return True if one of the ranks that hold parts of this rank's parameters has found an infinity."""
@@ -166,3 +182,13 @@ class GradScaler(OpenGradScaler):
         if schedule is None:
             raise InputError("the schedule of this GradScaler is gone: keep it, or make a scaler for the new one")
         return schedule
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return a tensor whose gradient is the local part of a parameter's; a parameter with a plain one as it is."""
+    if not is_distributed(parameter.grad):
+        return parameter
+    grad = local_part(parameter.grad).detach()
+    stand_in = grad.detach()
+    stand_in.grad = grad
+    return stand_in

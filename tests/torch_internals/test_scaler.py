@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut.torch_internals import FoundInf, OpenGradScaler
+from pipecut.torch_internals import FoundInf, OpenGradScaler, scales_by_itself
 
 
 class Pessimist(OpenGradScaler):
@@ -28,3 +28,9 @@ def test_what_a_subclass_finds_decides_about_the_step(fused: bool) -> None:
         scaler.update()
         assert (parameter[0].item() != 1.0) == changes
         assert scaler.get_scale() == scale
+
+
+def test_fused_optimizers_scale_by_themselves() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert scales_by_itself(torch.optim.AdamW([parameter], fused=True))
+    assert not scales_by_itself(torch.optim.AdamW([parameter], fused=False))

@@ -90,6 +90,29 @@ def clips_under(number: int, kind: str, norm_type: float) -> float:
     return norm.item()
 
 
+def parted(number: int, kind: str) -> Schedule1F1B:
+    """Return one rank's schedule of two pipelines over shards or parts of the same stages, after a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "pp"))
+    rank, model, tokens = number % 2, Language(), torch.randint(11, (8, 3))
+    pipe = pipeline(model, (tokens,), split_spec={"blocks.1": _beginning()})
+    stage = pipe.build_stage(rank, "cpu", mesh["pp"].get_group())
+    stage.submod = wrapped(stage.submod, kind, mesh["other"])
+    schedule = Schedule1F1B(stage, 2, loss_fn)
+    schedule.step(*((tokens,) if rank == 0 else ()), **({"target": tokens} if rank else {}))
+    return schedule
+
+
+def fails_on_one_part(number: int, kind: str) -> tuple[str, str, float]:
+    """One rank names no parameter, then leaves one out, while its partner would reduce norms with it."""
+    schedule = parted(number, kind)
+    wrong = error_of(lambda: clip_grad_norm_(schedule, 1.0, parameters="no" if number == 3 else None))
+    most = [each for name, each in schedule.named_parameters() if "up.weight" not in name]
+    fewer = most if number == 3 else None
+    other = error_of(lambda: clip_grad_norm_(schedule, 1.0, parameters=fewer))
+    clip_grad_norm_(schedule, 1.0)
+    return wrong, other, get_total_norm(schedule).item()
+
+
 def _beginning() -> Any:
     from pipecut import SplitPoint
 

@@ -146,6 +146,15 @@ def fails_on_one(rank: int) -> str:
     return error_of(lambda: scaler.step(sgd(parameters)))
 
 
+def leaves_an_optimizer_scaled(rank: int) -> str:
+    """One rank has two optimizers, and one of them was not unscaled."""
+    schedule = scheduled(Net(), rank)
+    scaler = GradScaler(schedule)
+    step(schedule, rank)
+    scaler.unscale_(sgd([each for name, each in schedule.named_parameters() if rank == 0 or "weight" in name]))
+    return error_of(lambda: clip_grad_norm_(schedule, 1.0))
+
+
 def overflows_in_one_part(number: int, kind: str, who: int) -> tuple[float, bool]:
     """Two pipelines of two ranks over shards or parts of the same stages, of which one has an infinity."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "pp"))

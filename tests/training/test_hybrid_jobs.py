@@ -142,3 +142,107 @@ def test_mixed_precision(
     four_ranks: Ranks, sizes: Mapping[str, int], schedule: str, wrap: Wrap, autocast: bool
 ) -> None:
     four_ranks.run(lower_precision, sizes, schedule, wrap, autocast)
+
+
+def scaled(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wrap, traced: bool) -> list[float]:
+    """A scaler on a mesh beside torch's own for the whole model, which doubles gradients and halves them exactly."""
+    job = make_job(sizes, schedule, wrap, traced=traced)
+    optimizers = optimizers_of(job)
+    options = {"init_scale": 2.0**8, "growth_interval": 1}
+    scaler = pipecut.GradScaler(job.schedule, check_autocast=False, **options)  # type: ignore[arg-type]
+    whole_scaler = torch.amp.GradScaler("cpu", **options)  # type: ignore[arg-type]
+    scales = []
+    for seed in range(3):
+        tokens = job.batch(seed)
+        whole_scaler.scale(jobs.next_words(job.whole(tokens), tokens)).backward()  # type: ignore[no-untyped-call]
+        job.step(seed)
+        if seed == 1:  # an infinity in the last parameter of the last block, on one rank only
+            infinite = "blocks.3.down.bias"
+            job.whole.get_parameter(infinite).grad.fill_(torch.inf)  # type: ignore[union-attr]
+            grad: Any = job.named()[infinite].grad if infinite in job.named() else None
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            if local is not None and (is_last_part(job) or not hasattr(grad, "to_local")):
+                local.fill_(torch.inf)
+        scaler.unscale_(optimizers[0])
+        whole_scaler.unscale_(optimizers[1])
+        if seed != 1:
+            job.check_gradients()
+            wanted = nn.utils.clip_grad_norm_(job.whole.parameters(), LIMIT)
+            torch.testing.assert_close(pipecut.clip_grad_norm_(job.schedule, LIMIT), wanted, rtol=1e-10, atol=0)
+        for each, optimizer in zip((scaler, whole_scaler), optimizers, strict=True):
+            each.step(optimizer)
+            each.update()
+            optimizer.zero_grad()
+        job.check_values(1e-7)
+        assert scaler.get_scale() == whole_scaler.get_scale()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def is_last_part(job: Job) -> bool:
+    """True on the last of the ranks that hold parts or copies of the same stages."""
+    names = [name for name in job.mesh.mesh_dim_names or () if name != "pp"]
+    return all(job.mesh.get_local_rank(name) == job.mesh[name].size() - 1 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "wrap", "traced"),
+    [
+        (TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, False),
+        pytest.param(DATA_PARALLEL, "1F1B", jobs.sharded, True, marks=pytest.mark.slow),
+        pytest.param(DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True, marks=pytest.mark.slow),
+        pytest.param(TENSOR_PARALLEL, "ZBVZeroBubble", jobs.parallel_ends, True, marks=pytest.mark.slow),
+        pytest.param({"dp": 1, **TENSOR_PARALLEL}, "1F1B", jobs.parallel_and_sharded, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_gradient_scaler(
+    four_ranks: Ranks, sizes: Mapping[str, int], schedule: str, wrap: Wrap, traced: bool
+) -> None:
+    assert four_ranks.run(scaled, sizes, schedule, wrap, traced) == [[512.0, 256.0, 512.0]] * 4
+
+
+@pytest.mark.slow
+def test_a_gradient_scaler_on_eight_ranks() -> None:
+    with Ranks(8) as eight_ranks:
+        scales = eight_ranks.run(scaled, BOTH, "1F1B", jobs.parallel_and_sharded, True)
+    assert scales == [[512.0, 256.0, 512.0]] * 8
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+
+
+class Dropped(jobs.Part):
+    """A part with dropout on values that tensor-parallel ranks all have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+def with_dropout(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    module.__class__ = Dropped
+    return jobs.parallel_ends(module, mesh)
+
+
+def seeds_of_its_own(rank: int) -> list[str]:
+    """Seeds that differ along tp, which are an error on every rank; then one seed, and one rank that draws more."""
+    job = make_job(TENSOR_PARALLEL, "1F1B", with_dropout, traced=False)
+    told = []
+    for seed, drawn in ((rank, 0), (7, 0), (7, int(rank == 1))):
+        torch.manual_seed(seed)
+        torch.rand(drawn)
+        try:
+            job.step()
+            told.append("trained")
+        except pipecut.StepError as error:
+            told.append(str(error))
+            assert all(each.grad is None for each in job.schedule.parameters()) or len(told) > 1
+    return told
+
+
+def test_seeds_that_differ_between_tensor_parallel_ranks(four_ranks: Ranks) -> None:
+    """Dropout differed between the parts of one value, and nothing said so."""
+    for first, second, third in four_ranks.run(seeds_of_its_own):
+        for told in (first, third):
+            assert "by tensor parallelism began this step with different random numbers" in told
+            assert "call torch.manual_seed() with the same number on all of them" in told
+        assert second == "trained"

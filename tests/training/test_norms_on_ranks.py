@@ -32,6 +32,17 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_call_works(two_ranks: R
     assert first == last == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("kind", sampled(["TP", "fully_shard"], lambda kind: kind == "TP"))
+def test_an_error_on_one_shard_or_part_leaves_no_partner_in_a_collective(four_ranks: Ranks, kind: str) -> None:
+    """The partner was in the sum of norms, and the rank with the error in the agreement: they met in the wrong one."""
+    for wrong, other, norm in four_ranks.run(cases.fails_on_one_part, kind):
+        assert wrong.startswith("StepError: the step failed: rank 3 (rank 1 of its pipeline) failed in clip_grad_norm_")
+        assert "no parameter of the pipeline is named 'no'" in wrong
+        assert other.startswith("StepError: the step failed: rank ")
+        assert "the ranks that hold parts of the same stages have gradients of different parameters" in other
+        assert norm == pytest.approx(1.0)
+
+
 def test_names_may_be_those_of_other_ranks_and_of_adapters(two_ranks: Ranks) -> None:
     first, last = two_ranks.run(cases.names_of_all_ranks)
     assert first == last

@@ -55,6 +55,39 @@ def test_an_error_on_one_rank_is_one_on_all(two_ranks: Ranks) -> None:
         assert "Attempting to unscale FP16 gradients" in told
 
 
+def test_clipping_before_all_optimizers_are_unscaled() -> None:
+    """Whatever one of two optimizers had unscaled, the norm was taken, with the gradients of the other times 65536."""
+    schedule = cases.scheduled(cases.Net())
+    scaler = GradScaler(schedule)
+    named = dict(schedule.named_parameters())
+    weights, biases = ([value for name, value in named.items() if kind in name] for kind in ("weight", "bias"))
+    first, second = cases.sgd(weights), cases.sgd(biases)
+    cases.step(schedule)
+    scaler.unscale_(first)
+    biases_named = "the optimizer of first.0.bias, first.2.bias, last.0.bias, last.2.bias"
+    told = f"multiplied by the scale of the GradScaler, 65536: call scaler.unscale_({biases_named}) before"
+    with pytest.raises(InputError, match=re.escape(told)):
+        clip_grad_norm_(schedule, 1.0)
+    clip_grad_norm_(schedule, 1.0, parameters=weights)
+    scaler.unscale_(second)
+    clip_grad_norm_(schedule, 1.0)
+    fused = torch.optim.SGD(weights, lr=0.0, fused=True)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    cases.step(schedule)
+    scaler.step(fused)  # which is given the scale, and need not change the gradients
+    with pytest.raises(InputError, match="multiplied by the scale of the GradScaler"):
+        clip_grad_norm_(schedule, 1.0)
+
+
+@pytest.mark.distributed
+def test_clipping_before_the_optimizers_of_a_rank_are_unscaled(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(cases.leaves_an_optimizer_scaled):
+        assert told.startswith("StepError: the step failed: rank 1 failed in clip_grad_norm_(): ")
+        assert "call scaler.unscale_(the optimizer of last.0.bias, last.2.bias) before clip_grad_norm_()" in told
+
+
 @pytest.mark.distributed
 def test_scales_that_differ() -> None:
     told = "the scalers of the ranks have different scales: 256.0, 512.0 on ranks 0 to 1, and"
