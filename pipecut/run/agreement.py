@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -40,6 +41,11 @@ class Agreement:
         `where` follows "rank 0 failed" in their error.
         """
         return self._connection.reporting(where)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time that a rank waits for others."""
+        return self._connection.timeout
 
     def sum(
         self,

@@ -105,7 +105,7 @@ def collect(
         **{f"extra[{name!r}]": snapshot(state_of(value)) for name, value in extra.items()},
     }
     contents = {name: serialized(name, value) for name, value in objects.items()}
-    extras = extra_states(schedule)
+    extras = snapshot(extra_states(schedule))
     for name, value in extras.items():
         serialized(name, value)
     common = {

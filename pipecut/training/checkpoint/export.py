@@ -78,8 +78,8 @@ def export_safetensors(
     >>> sorted(path.name.partition("-")[0] for path in folder.iterdir())
     ['config.json', 'model.safetensors.index.json', 'stage', 'stage']
     """
-    ranks = ranks_of(schedule, group)
-    finish_pending()
+    ranks = ranks_of(schedule, group).writing
+    ranks.agree(finish_pending)
     path = Path(folder)
     facts = ranks.agree(lambda: _checked(path, schedule, config, tokenizer))
     lines = differences([{"folder": each.folder} for each in facts])

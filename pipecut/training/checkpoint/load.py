@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,6 @@ from .optimizers import (
 )
 from .ranks import Position, Ranks, places_of, position_of, ranks_of
 from .save import JOB_FILE, finish_pending
-from .schedulers import regrouped
 
 _SHOWN = 20
 
@@ -81,11 +81,15 @@ def load_checkpoint(
     Random streams go on where they were. A rank that there was not goes on with those of the last rank of its pipeline,
     and a replica that there was not gets streams of its own. See `save_checkpoint` for an example.
     """
-    _check_extra(extra)
     ranks = ranks_of(schedule, group)
-    finish_pending()
+    ranks.agree(finish_pending)
     names = parameter_names(schedule)
-    facts = ranks.agree(lambda: _facts_of(Path(checkpoint), schedule, as_list(optimizer), names))
+
+    def facts_of_rank() -> _Facts:
+        _check_extra(extra)
+        return _facts_of(Path(checkpoint), schedule, as_list(optimizer), names)
+
+    facts = ranks.agree(facts_of_rank)
     lines = differences([{"checkpoint": each.path} for each in facts])
     if lines:
         raise DisagreementError(
@@ -94,7 +98,7 @@ def load_checkpoint(
     check_optimizers([each.optimizers for each in facts], [each.trains for each in facts])
     job = _Job(Path(facts[0].path), schedule, as_list(optimizer), names, scheduler, extra or {})
     ranks.agree(lambda: job.check(facts, ranks))
-    ranks.agree(job.read)
+    ranks.writing.agree(job.read)
     return LoadedCheckpoint(job.path, job.manifest.step, job.extra)
 
 
@@ -232,7 +236,11 @@ class _Job:
         pipeline, rank = places_of([each.position for each in facts])[ranks.rank]
         self.place, self.fork = _nearest(self.manifest.places, pipeline, rank)
         self.own = read_objects(self.path / self.place.file)
-        self.extra = {name[7:-2]: value for name, value in self.own.items() if name.startswith("extra[")}
+        self.extra = {
+            ast.literal_eval(name[len("extra[") : -1]): value
+            for name, value in self.own.items()
+            if name.startswith("extra[")
+        }
         missing = [name for name in self.given if name not in self.extra]
         if missing:
             raise CheckpointError(
@@ -241,6 +249,8 @@ class _Job:
             )
         if self.scheduler is not None and self.own["scheduler"] is None:
             raise CheckpointError(f"{self.path} was saved without scheduler=: load it without, too")
+        if self.scheduler is not None:
+            self._optimizer_of(self.scheduler)  # raises if that is not known, and has to be
         if (self.place.pipeline, self.place.rank) != (pipeline, rank):
             self._warn_of_other_place()
 
@@ -273,9 +283,9 @@ class _Job:
             restore(optimizer, self.names, self.saved_optimizers[number], self.state_targets[number], other)
         self._restore_extra_states()
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(self._scheduler_state())
+            self.scheduler.load_state_dict(self._state_for(self.scheduler, "scheduler"))
         for name, value in self.given.items():
-            value.load_state_dict(self.extra[name])
+            value.load_state_dict(self._state_for(value, f"extra[{name!r}]"))
         restore_random_state(self.schedule, self.own["random streams"], self.fork)  # last: all of that may draw
 
     @torch.no_grad()
@@ -296,25 +306,71 @@ class _Job:
                 if last == EXTRA_STATE:
                     stage.submod.get_submodule(owner).set_extra_state(self.objects[names.of(raw)])
 
-    def _scheduler_state(self) -> Any:
-        """Return the scheduler's state, its lists by parameter group put together for the groups of this rank."""
-        state = self.own["scheduler"]
-        if not self.optimizers or not isinstance(state, dict):
+    def _state_for(self, owner: Any, key: str) -> Any:
+        """Return the saved state of an object; if it is a learning-rate scheduler, for the groups of this rank."""
+        state, number = self.own[key], self._optimizer_of(owner)
+        if not isinstance(state, dict) or not self.optimizers or number is None:
             return state
-        saved = self.saved_optimizers[0]
-        groups = groups_of(self.optimizers[0], self.names)
-        rank = self.manifest.places.index(self.place)
-        origins = [
-            saved.places[group.names[0]] if group.names else (rank, number) for number, group in enumerate(groups)
-        ]
-        if origins == [(rank, number) for number in range(len(groups))]:
+        rank, origins = self._origins(number)
+        if origins == [(rank, place) for place in range(len(origins))]:
             return state
         states = {rank: state}
         for other, _ in origins:
             if other not in states:
-                states[other] = read_objects(self.path / self.manifest.places[other].file)["scheduler"]
-        assert self.scheduler is not None
-        return regrouped(self.scheduler.state_dict(), state, [(states[other], number) for other, number in origins])
+                states[other] = read_objects(self.path / self.manifest.places[other].file)[key]
+        return _regrouped(owner.state_dict(), state, [(states[other], place) for other, place in origins])
+
+    def _optimizer_of(self, owner: Any) -> int | None:
+        """Return the number of the optimizer that a scheduler is over; None for an object that is no scheduler."""
+        over = getattr(owner, "optimizer", None)
+        found = next((number for number, each in enumerate(self.optimizers) if each is over), None)
+        if found is not None or owner is not self.scheduler:
+            return found
+        if len(self.optimizers) > 1 and any(
+            origins != [(rank, place) for place in range(len(origins))]
+            for rank, origins in map(self._origins, range(len(self.optimizers)))
+        ):
+            raise CheckpointError(
+                f"the scheduler is a {type(owner).__name__} without an attribute `optimizer`, so that it is not known "
+                f"which of {len(self.optimizers)} optimizers it is over, and the parameter groups of this rank are "
+                "others than when it was saved: give it that attribute, or load under the same cut"
+            )
+        return 0
+
+    def _origins(self, number: int) -> tuple[int, list[tuple[int, int]]]:
+        """Return the saved rank of this process, and for each group of an optimizer the rank and group that it was."""
+        saved, rank = self.saved_optimizers[number], self.manifest.places.index(self.place)
+        groups = groups_of(self.optimizers[number], self.names)
+        return rank, [
+            saved.places[group.names[0]] if group.names else (rank, place) for place, group in enumerate(groups)
+        ]
+
+
+def _regrouped(now: Any, saved: Any, origins: Sequence[tuple[Any, int]]) -> Any:
+    """Return a scheduler's state in which lists with an entry for each group have those of other groups.
+
+    `now` is the state of the scheduler that goes on, which shows what such lists are; `origins` has for each of its
+    groups a saved state and the number of the group there.
+
+    >>> now, saved = {"base_lrs": [0.0], "last_epoch": 0}, {"base_lrs": [0.1, 0.2], "last_epoch": 7}
+    >>> _regrouped(now, saved, [(saved, 1)])
+    {'base_lrs': [0.2], 'last_epoch': 7}
+    """
+    made = {}
+    for key, value in saved.items():
+        own = now.get(key)
+        lists = isinstance(value, list) and isinstance(own, list)
+        if isinstance(value, dict) and isinstance(own, dict):
+            value = _regrouped(own, value, [(state[key], number) for state, number in origins])
+        elif lists and all(isinstance(each, dict) for each in (*value, *own)):
+            value = [
+                _regrouped(here, there, [(state[key][place], number) for state, number in origins])
+                for place, (here, there) in enumerate(zip(own, value, strict=False))
+            ]
+        elif lists and len(own) == len(origins) and all(number < len(state[key]) for state, number in origins):
+            value = [state[key][number] for state, number in origins]
+        made[key] = value
+    return made
 
 
 def _form(form: tuple[tuple[int, ...], str]) -> str:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ...errors import CheckpointError
 from ...stage import is_distributed
 from ...text import counted, did_you_mean, lines_of, listed, tensor_text
+from .objects import snapshot
 
 _SHOWN = 20
 _PLAIN = (int, float, bool, str, type(None))
@@ -116,7 +117,7 @@ def groups_of(optimizer: Optimizer, names: Names) -> tuple[_Group, ...]:
     """Return the parameter groups by names."""
     return tuple(
         _Group(
-            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            {key: snapshot(value) for key, value in group.items() if key not in ("params", "param_names")},
             tuple(names[id(parameter)] for parameter in group["params"]),
         )
         for group in optimizer.param_groups

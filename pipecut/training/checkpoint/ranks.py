@@ -6,19 +6,24 @@ They talk over a process group of their own, on CPUs, so that a save beside the 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ...errors import CheckpointError
-from ...run import PipelineSchedule
+from ...errors import CheckpointError, DisagreementError, InputError
+from ...run import PipelineSchedule, exchange
 from ...stage import is_initialized
 from ...text import listed, numbered
 
 _T = TypeVar("_T")
+_WRITING = timedelta(minutes=30)  # or longer: one rank may have much more to write than another
 
 # By the default process group, for one that is made anew needs new ones.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
@@ -37,15 +42,30 @@ class Ranks:
     group: dist.ProcessGroup | None  # None for this process alone
     rank: int = 0
     size: int = 1
+    timeout: timedelta = _WRITING
+
+    @property
+    def writing(self) -> Ranks:
+        """The same ranks while they write, which may take some of them much longer than others."""
+        return replace(self, timeout=max(self.timeout, _WRITING))
 
     def gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in their order."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        with _connection():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([own.numel()]))
+        longest = int(max(size.item() for size in sizes))
+        parts = self._gathered(torch.nn.functional.pad(own, (0, longest - own.numel())))
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        with _connection(self.timeout):
+            work = dist.all_gather(tensors, tensor, group=self.group, async_op=True)
+            assert work is not None  # this rank is in the group
+            work.wait(self.timeout)
+        return tensors
 
     def agree(self, function: Callable[[], _T]) -> list[_T]:
         """Call a function on every rank, and return all values; raise on all if it raises on one."""
@@ -70,13 +90,14 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _connection() -> Iterator[None]:
+def _connection(timeout: timedelta) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, DisagreementError) as error:
         raise CheckpointError(
-            f"another rank has ended, or did not come to the checkpoint in time: {error}. All ranks of a job call "
-            "save_checkpoint and load_checkpoint together; checkpoints that were complete before still are"
+            f"another rank has ended, or did not come to the checkpoint within {timeout.total_seconds():g} s: {error}. "
+            "All ranks of a job call save_checkpoint and load_checkpoint together; checkpoints that were complete "
+            "before still are. If a rank may take longer, pass a larger timeout= to the schedule"
         ) from error
 
 
@@ -99,6 +120,11 @@ def ranks_of(schedule: PipelineSchedule, group: dist.ProcessGroup | None) -> Ran
 
     A schedule that holds all stages, none of them copied or sharded, needs nobody else.
     """
+    if not isinstance(schedule, PipelineSchedule):
+        raise InputError(
+            f"got a {type(schedule).__name__} as the schedule: pass the schedule that trains the stages of this rank, "
+            "such as Schedule1F1B; a model that is not cut has torch.save, or its own save_pretrained"
+        )
     alone = schedule.in_process and not any(_copies(schedule).values())
     if not is_initialized() or (alone and group is None):
         return Ranks(None)
@@ -108,12 +134,14 @@ def ranks_of(schedule: PipelineSchedule, group: dist.ProcessGroup | None) -> Ran
     if len(members) == 1:
         return Ranks(None)
     made = _groups.setdefault(world, {})
+    timeout = schedule.agreement.timeout
     if members not in made:
-        with _connection():
-            own = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        with _connection(timeout):
+            exchange({}, group, timeout)  # all are here: the new group would be waited for as long as it waits itself
+            own = dist.new_group(list(members), max(timeout, _WRITING), backend="gloo", use_local_synchronization=True)
         assert own is not None  # this rank is one of them
         made[members] = own
-    return Ranks(made[members], dist.get_rank(made[members]), len(members))
+    return Ranks(made[members], dist.get_rank(made[members]), len(members), timeout)
 
 
 @dataclass(frozen=True)

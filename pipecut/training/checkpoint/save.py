@@ -85,7 +85,8 @@ def save_checkpoint(
     all.
 
     With `asynchronous` the values are copied, and written beside the next steps. An error is then raised by `wait()` of
-    the result, or by the next save. `group` has the ranks that train this model, if those are not all ranks.
+    the result, or by the next save. `group` has the ranks that train this model, if those are not all ranks. A rank
+    waits for others to come here as long as the schedule's `timeout`, and for their files half an hour, or that long.
 
     >>> import tempfile
     >>> from torch import nn
@@ -106,25 +107,27 @@ def save_checkpoint(
     >>> loaded.step, loaded.extra, torch.equal(dict(other.named_parameters())["0.weight"], next(schedule.parameters()))
     (1, {'epoch': 0}, True)
     """
-    _check_arguments(step, keep, extra)
     ranks = ranks_of(schedule, group)
-    finish_pending()
+    ranks.agree(finish_pending)
     given: list[Contents] = []
     options = {"keep": keep, "asynchronous": asynchronous}
 
     def collected() -> Facts:
+        _check_arguments(step, keep, extra)
         optimizers = as_list(optimizer)
         given.append(collect(Path(folder), schedule, optimizers, step, scheduler, extra or {}, options))
         return given[0].facts
 
     facts = ranks.agree(collected)
     check_agreement(facts)
+    if asynchronous:
+        ranks.agree(lambda: given.append(given.pop().copied()))
     draft = ranks.first(lambda: _begin(Path(folder), step))
     if not asynchronous:
-        _write(ranks, draft, given.pop(), facts, keep)
+        _write(ranks.writing, draft, given.pop(), facts, keep)
         return CheckpointSave(draft.path, step)
-    copied = given.pop().copied()
-    save = CheckpointSave(draft.path, step, _executor.submit(_write, ranks, draft, copied, facts, keep))
+    future = _executor.submit(_write, ranks.writing, draft, given.pop(), facts, keep)
+    save = CheckpointSave(draft.path, step, future)
     _pending.append(save)
     return save
 

@@ -121,6 +121,7 @@ def make_job(
     name: str = "1F1B",
     kind: type[nn.Module] = Net,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    timeout: float = 600.0,
     **settings: Any,
 ) -> Job:
     """Make a job of so many ranks, in one process; or this rank's part of it, if there is a process group."""
@@ -135,7 +136,7 @@ def make_job(
     torch.manual_seed(7)
     given: Any = stages if chunks > 1 or not spread else stages[0]
     options: dict[str, Any] = {} if spread or chunks == 1 else {"ranks": ranks}
-    schedule = schedule_class(given, MICROBATCHES, nn.functional.mse_loss, **options)
+    schedule = schedule_class(given, MICROBATCHES, nn.functional.mse_loss, timeout=timeout, **options)
     made = optimizer(schedule.parameters(), lr=0.05, **settings)  # type: ignore[call-arg]
     return Job(schedule, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10))
 

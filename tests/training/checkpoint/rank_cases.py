@@ -94,6 +94,37 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
+def two_optimizers(ranks: int) -> tuple[Job, list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
+    """Make a job with one optimizer over weights, and another over biases whose rate depends on the block."""
+    job = make_job(ranks)
+    named = dict(job.schedule.named_parameters())
+    weights = [value for name, value in named.items() if name.endswith("weight")]
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, value in named.items():
+        if name.endswith("bias"):
+            groups.setdefault(0.1 if int(name.split(".")[1]) < 6 else 0.2, []).append(value)
+    first = torch.optim.SGD(weights, lr=0.3)
+    second = torch.optim.SGD([{"params": params, "lr": rate} for rate, params in groups.items()])
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in (first, second)]
+    return job, [first, second], schedulers
+
+
+def save_two_optimizers(rank: int, folder: str) -> None:
+    job, optimizers, (of_first, of_second) = two_optimizers(2)
+    for each in (*optimizers, of_first, of_second):
+        each.step()
+    save_checkpoint(
+        folder, job.schedule, optimizers, step=1, scheduler=of_second, extra={"of\\first's": of_first, "a\nb": 1}
+    )
+
+
+def stay_away(rank: int, folder: str, timeout: float) -> None:
+    """One rank does not come to the checkpoint."""
+    job = make_job(2, timeout=timeout)
+    if rank == 0:
+        save_checkpoint(folder, job.schedule, job.optimizer, step=1)
+
+
 def disagree(rank: int, folder: str, what: str) -> None:
     """Ask for something else on each rank."""
     job = make_job(2)
@@ -105,11 +136,12 @@ def disagree(rank: int, folder: str, what: str) -> None:
     save_checkpoint(own, job.schedule, job.optimizer, step=rank if what == "step" else 3)
 
 
-def fail_on_one(rank: int, folder: str) -> None:
+def fail_on_one(rank: int, folder: str, what: str) -> None:
     """One rank has something that cannot be saved."""
     job = make_job(2)
     save_checkpoint(folder, job.schedule, job.optimizer, step=1)
-    save_checkpoint(folder, job.schedule, job.optimizer, step=2, extra={"clock": print if rank else 0})
+    wrong: dict[str, Any] = {"step": -2} if what == "step" else {"step": 2, "extra": {"clock": print}}
+    save_checkpoint(folder, job.schedule, job.optimizer, **(wrong if rank else {"step": 2}))
 
 
 def different_settings(rank: int, folder: str, kind: type[nn.Module]) -> None:

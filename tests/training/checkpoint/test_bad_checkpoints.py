@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from pipecut import CheckpointError, InputError, PipeWarning, latest_checkpoint, load_checkpoint, save_checkpoint
+from tests.run.distributed.test_failures import SHORT
+from tests.run.distributed.test_failures import outcomes as outcomes_of
 from tests.support.ranks import Ranks
 from tests.training.checkpoint import rank_cases
 from tests.training.checkpoint.jobs import Job, Net, Tied, assert_same, make_job
@@ -287,10 +289,29 @@ def test_ranks_that_ask_for_different_things(what: str, two_ranks: Ranks, tmp_pa
     assert_all_fail(two_ranks.outcomes(rank_cases.disagree, str(tmp_path), what), MESSAGES[what])
 
 
-def test_what_fails_on_one_rank_fails_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = two_ranks.outcomes(rank_cases.fail_on_one, str(tmp_path))
-    assert_all_fail(outcomes, r"on rank 1: extra\['clock'\] cannot be saved")
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("extra", r"on rank 1: extra\['clock'\] cannot be saved"),
+        ("step", r"on rank 1: InputError: step is the number of steps done so far, got -2"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(what: str, message: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    assert_all_fail(two_ranks.outcomes(rank_cases.fail_on_one, str(tmp_path), what), message)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_schedule_says(tmp_path: Path) -> None:
+    found = outcomes_of(2, rank_cases.stay_away, str(tmp_path), SHORT)[0]
+    assert_all_fail([found], rf"did not come to the checkpoint within {SHORT:g} s: rank 1 did not take part")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_model_in_place_of_the_schedule(tmp_path: Path) -> None:
+    for call in (lambda: save_checkpoint(tmp_path, Net(), step=1), lambda: load_checkpoint(tmp_path, Net())):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="got a Net as the schedule: pass the schedule that trains the stages"):
+            call()
 
 
 def test_a_tied_parameter_with_two_settings(two_ranks: Ranks, tmp_path: Path) -> None:

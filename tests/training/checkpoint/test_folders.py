@@ -13,7 +13,7 @@ import pipecut.training.checkpoint.save as saving
 from pipecut import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.support.ranks import Ranks
 from tests.training.checkpoint import rank_cases
-from tests.training.checkpoint.jobs import assert_same, make_job
+from tests.training.checkpoint.jobs import Block, assert_same, make_job
 
 
 def names(folder: Path) -> list[str]:
@@ -106,6 +106,28 @@ def test_a_save_beside_the_steps_has_the_bytes_of_its_moment(tmp_path: Path, mon
     again = make_job(3)
     load_checkpoint(tmp_path, again.schedule, again.optimizer, scheduler=again.scheduler)
     assert_same(again.state, then)
+
+
+def test_states_and_settings_beside_the_steps_are_of_their_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process an extra state, and a learning rate that is a tensor, were saved as they were later."""
+    seen = [1]
+    monkeypatch.setattr(Block, "get_extra_state", lambda block: seen, raising=False)
+    monkeypatch.setattr(Block, "set_extra_state", lambda block, state: seen.extend(state), raising=False)
+    job = make_job(2)
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.AdamW(job.schedule.parameters(), lr=rate)
+    may_write = threading.Event()
+    write = saving._write
+    monkeypatch.setattr(saving, "_write", lambda *args: (may_write.wait(), write(*args)))
+    save = save_checkpoint(tmp_path, job.schedule, optimizer, step=1, asynchronous=True)
+    seen[:], _ = [2], rate.fill_(0.5)
+    may_write.set()
+    save.wait()
+    load_checkpoint(tmp_path, job.schedule, optimizer)
+    assert set(seen[1:]) == {1}
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
 def test_the_error_of_a_save_beside_the_steps_comes_with_the_next(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecut import load_checkpoint
+from pipecut import CheckpointError, load_checkpoint
 from tests.support.ranks import Ranks
 from tests.training.checkpoint import rank_cases
 from tests.training.checkpoint.jobs import Job, Tied, assert_same, make_job
@@ -74,6 +74,26 @@ def test_a_tied_parameter_is_saved_once_and_loaded_by_all_that_hold_it(two_ranks
     for (losses, state, *_), (all_losses, all_state) in zip(went_on, plain, strict=True):
         assert losses == all_losses[3:]
         assert_same(state, all_state)
+
+
+def test_schedulers_over_the_second_of_two_optimizers_have_the_groups_of_that(two_ranks: Ranks, tmp_path: Path) -> None:
+    """They were put together by the groups of the first optimizer, and one in extra= not at all."""
+    two_ranks.run(rank_cases.save_two_optimizers, str(tmp_path))
+    job, optimizers, (of_first, of_second) = rank_cases.two_optimizers(1)
+    name = "of\\first's"
+    loaded = load_checkpoint(tmp_path, job.schedule, optimizers, scheduler=of_second, extra={name: of_first})
+    assert loaded.extra.keys() == {name, "a\nb"}
+    assert (of_first.base_lrs, of_second.base_lrs) == ([0.3], [0.1, 0.2])
+    assert of_second.get_last_lr() == [0.05, 0.1]
+    assert [group["lr"] for each in optimizers for group in each.param_groups] == [0.15, 0.05, 0.1]
+
+    class Wrapped:
+        """A scheduler that does not say which optimizer it is over."""
+
+        state_dict, load_state_dict = of_second.state_dict, of_second.load_state_dict
+
+    with pytest.raises(CheckpointError, match="not known which of 2 optimizers it is over.*give it that attribute"):
+        load_checkpoint(tmp_path, job.schedule, optimizers, scheduler=Wrapped())
 
 
 @pytest.mark.parametrize(("wrapper", "other"), [("ddp", "fsdp"), ("fsdp", "ddp")])
