@@ -50,6 +50,12 @@ def merit(timing: Timing, objective: str) -> _Merit:
     return float(f"{first:.12g}"), float(f"{second:.12g}")
 
 
+def cost(timing: Timing, objective: str) -> float:
+    """Return the time that counts and, with little weight, that of all ranks: many of them may be the longest."""
+    times = timing.times(objective)
+    return max(times) + 0.1 * sum(times) / len(times)
+
+
 @dataclass(frozen=True)
 class Tried:
     """One candidate in the table of a search: its time, if it fits, and why it was not taken."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 
-from .candidate import Candidate, checked_candidate, merit
+from .candidate import Candidate, checked_candidate, cost, merit
 from .greedy import NEVER
 from .problem import FORWARD, FULL, INPUT, WEIGHT, Problem, Row
 from .timing import Budget, Clock, Place, Timing, critical_places
@@ -41,7 +41,7 @@ class _LocalSearch:
         """Move passes until the budget ends or the bound is reached."""
         timing = self.clock.times(self.rows, self.starts)
         assert timing is not None
-        now = self._cost(timing)
+        now = cost(timing, self.objective)
         history = [now] * _LATE
         goal = bound * (1 + 1e-9)
         for number in range(budget.timings(self.problem.passes, part)):
@@ -54,10 +54,10 @@ class _LocalSearch:
             row = self.rows[rank]
             row.insert(goes, row.pop(came))
             new = self._timed(rank)
-            if new is None or (self._cost(new) > history[number % _LATE] and self._cost(new) > now):
+            if new is None or (cost(new, self.objective) > history[number % _LATE] and cost(new, self.objective) > now):
                 row.insert(came, row.pop(goes))
                 continue
-            timing, now = new, self._cost(new)
+            timing, now = new, cost(new, self.objective)
             self.clock.times(self.rows, self.starts)
             self.critical = None
             history[number % _LATE] = now
@@ -68,16 +68,6 @@ class _LocalSearch:
 
     def _timed(self, rank: int) -> Timing | None:
         return self.clock.times(self.rows) if self.clock.fits(rank, self.rows[rank]) else None
-
-    def _cost(self, timing: Timing) -> float:
-        """Return the time that counts and, with little weight, that of all ranks: many of them may be the longest."""
-        times = self._times(timing)
-        return max(times) + 0.1 * sum(times) / len(times)
-
-    def _times(self, timing: Timing) -> list[float]:
-        if self.objective == "makespan":
-            return list(timing.ends)
-        return [end - start for start, end in zip(timing.starts, timing.ends, strict=True)]
 
     def _move(self, timing: Timing) -> tuple[int, int, int] | None:
         """Choose a rank, and the old and the new place of one of its passes: mostly on the critical path."""
@@ -91,7 +81,7 @@ class _LocalSearch:
     def _on_critical_path(self, timing: Timing) -> tuple[int, int, int] | None:
         """Put off a pass that keeps the next one waiting."""
         if self.critical is None:
-            times = self._times(timing)
+            times = timing.times(self.objective)
             self.critical = critical_places(self.clock, self.rows, self.starts, times.index(max(times)))
         if not self.critical:
             return None

@@ -9,13 +9,15 @@ from ...errors import PlanError
 from ..costs import Costs, checked_number
 from ..plan import Plan, collector_paused
 from ..simulate import simulate
+from .bound import lower_bound
 from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
 from .greedy import Rules, greedy_candidates, tune_rules
 from .local_search import local_search, placed_weights
+from .pattern import Pattern, pattern_candidates, tune_pattern
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
-from .timing import Budget, Clock, lower_bound
+from .timing import Budget, Clock
 
-_GREEDY, _TUNING, _LOCAL = 0.3, 0.25, 0.45  # parts of the budget
+_PATTERNS, _GREEDY, _TUNING, _LOCAL = 0.3, 0.2, 0.1, 0.4  # parts of the budget
 _FINALISTS = 2  # arrangements, and plans to start from, that are improved
 
 
@@ -134,7 +136,12 @@ class _Search:
 
     def run(self, random: Random) -> Candidate:
         """Move the weight gradients of the fixed schedules, schedule greedily, then improve the best."""
+        patterns: dict[Arrangement, list[tuple[Pattern, Candidate]]] = {}
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
+        for arrangement, clock in self.clocks.items():
+            if not self._is_proven(arrangement):
+                patterns[arrangement] = pattern_candidates(clock, self.objective, self.budget)
+                self.candidates += [(arrangement, candidate) for _, candidate in patterns[arrangement]]
         for arrangement in self.clocks:
             self._place_weights_of(
                 arrangement, [candidate for each, candidate in self.candidates if each == arrangement]
@@ -148,7 +155,9 @@ class _Search:
                 self._place_weights_of(arrangement, best)
         finalists = self._finalists()
         for arrangement in finalists:
-            self._improve(arrangement, rules.get(arrangement, []), 1 / len(finalists), random)
+            self._improve(
+                arrangement, patterns.get(arrangement, []), rules.get(arrangement, []), 1 / len(finalists), random
+            )
         return self._best()
 
     def _add_fixed(self) -> None:
@@ -182,10 +191,18 @@ class _Search:
         return [each for each in dict.fromkeys(each for each, _ in ranked) if not self._is_proven(each)][:_FINALISTS]
 
     def _improve(
-        self, arrangement: Arrangement, rules: list[tuple[Rules, Candidate]], part: float, random: Random
+        self,
+        arrangement: Arrangement,
+        patterns: list[tuple[Pattern, Candidate]],
+        rules: list[tuple[Rules, Candidate]],
+        part: float,
+        random: Random,
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
         clock = self.clocks[arrangement]
+        for pattern in patterns[:_FINALISTS]:
+            tuned = tune_pattern(clock, pattern, objective, bound, budget, _PATTERNS * part / _FINALISTS, random)
+            self.candidates.append((arrangement, tuned))
         for start in rules[:_FINALISTS]:
             made = tune_rules(clock, start, objective, bound, budget, _TUNING * part / _FINALISTS, random)
             self.candidates.append((arrangement, made))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ...errors import PlanError
 from ..action import Action, Op
@@ -20,7 +20,10 @@ def passes(stage: int, op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
     return map(Action, repeat(stage), repeat(op), microbatches)
 
 
-def turns(rounds: int, *streams: Iterator[Action]) -> Iterator[Action]:
+_One = TypeVar("_One")  # an action, or its number
+
+
+def turns(rounds: int, *streams: Iterator[_One]) -> Iterator[_One]:
     """Take the next pass of every stream in turn, so many rounds; fewer if the first stream ends before.
 
     The passes that are not taken stay in the streams.
@@ -34,13 +37,13 @@ def turns(rounds: int, *streams: Iterator[Action]) -> Iterator[Action]:
 
 def with_late_weights(
     total: int,
-    forwards: Iterator[Action],
-    inputs: Iterator[Action],
-    weights: Iterator[Action],
+    forwards: Iterator[_One],
+    inputs: Iterator[_One],
+    weights: Iterator[_One],
     *,
     warm_up: int,
     delay: int,
-) -> tuple[Action, ...]:
+) -> tuple[_One, ...]:
     """Return one rank's row: `warm_up` forwards, then 1F1B with weight gradients `delay` input gradients behind.
 
     warm_up=2, delay=1, total=4      F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
