@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,27 +19,38 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 properties.load_profile()
 
-RANKS = ("two_ranks", "four_ranks")  # fixtures
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("timeout", None) is None:
         config.option.timeout = limits.HANG
+    gc.disable()  # until all tests are collected
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector look at what tests make, and not each time at all that was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep processes few: tests that share ranks run on one worker, and so do those of a file that starts its own."""
+    """Keep processes few, and imports of transformers: tests that share ranks or that run on one worker."""
     for item in items:
-        pools = [name for name in RANKS if name in getattr(item, "fixturenames", ())]
-        if pools:
-            # Tests on two ranks are most of them, and wait much: two workers have such a pool each.
-            half = f" {len(item.path.stem) % 2}" if pools[-1] == "two_ranks" else ""
-            item.add_marker(pytest.mark.xdist_group(f"{pools[-1]}{half}"))
-        elif item.path.parent.name == "zoo":  # transformers takes seconds to import
-            item.add_marker(pytest.mark.xdist_group("zoo"))
-        elif item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        group = _group_of(item)
+        if group is not None:
+            # `@` and a group is what `--dist loadgroup` goes by; xdist 3.8 writes it where pytest 9.2 does not read it.
+            item._id = type(item.id).parse(f"{item.nodeid}@{group}")
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """Return the name of the tests that run on the same worker as a test, if there are any."""
+    if item.path.parent.name in ("zoo", "integrations"):
+        return "transformers"
+    pools = {"two_ranks", "four_ranks"}.intersection(getattr(item, "fixturenames", ()))
+    if pools:
+        return min(pools)
+    return item.path.stem if item.get_closest_marker("distributed") else None
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def live_tensors() -> list[Tensor]:
-    """All tensors that a Python object stands for, whoever holds it; not those from before `without_collector`."""
+    """All tensors that a Python object stands for, whoever holds it; not those from before the first test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects warn when they are looked at
         return [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
@@ -20,18 +20,13 @@ def live_tensors() -> list[Tensor]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Only what nobody refers to is freed: what sits in a reference cycle stays.
-
-    What is there already is set aside: after many tests it takes seconds to look through.
-    """
+    """Only what nobody refers to is freed: what sits in a reference cycle stays."""
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

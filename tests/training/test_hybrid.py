@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut import StepError
-from pipecut.errors import DisagreementError, InputError, PipeError
+from pipecut.errors import ClosedGroupError, DisagreementError, InputError, PipeError
 from tests.support.ranks import Ranks
 from tests.training import hybrid_job as jobs
 from tests.training.hybrid_job import Wrap, make_job
@@ -136,7 +136,7 @@ def over_the_pipeline(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def refuse(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wrap, kind: type[PipeError], tied: bool) -> str:
-    with pytest.raises(kind) as caught:
+    with pytest.raises((kind, ClosedGroupError)) as caught:  # the latter on a rank that comes when others have failed
         make_job(sizes, schedule, wrap, traced=False, tied=tied).step()
     return str(caught.value)
 
