@@ -9,7 +9,6 @@ torchrun --nproc-per-node 2 examples/hybrid.py --fsdp 1 --resume  # goes on with
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +93,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Join the process group that torchrun has prepared, and train."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
+    pipecut.init_process_group()
     try:
         train(read_arguments())
     finally:

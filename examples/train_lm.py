@@ -130,16 +130,10 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS", help="(default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     options = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:
-        sys.exit("start this script on several ranks: torchrun --nproc-per-node 2 examples/train_lm.py")
-    accelerator, device = torch.accelerator.current_accelerator(check_available=True), torch.device("cpu")
-    if accelerator is not None:
-        device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    # After a restart torchrun's store still has addresses of processes that are gone: each attempt has its own keys.
-    attempt = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(store=attempt, rank=rank, world_size=ranks)
+    try:
+        device = pipecut.init_process_group()  # and not torch's: a job that torchrun starts again joins, too
+    except pipecut.InputError as error:
+        sys.exit(str(error))
     options.folder.mkdir(parents=True, exist_ok=True)
     train(options, device)
     dist.destroy_process_group()

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers.trainer_utils import get_last_checkpoint
 
+import pipecut
 from pipecut.integrations.transformers import PipelineArguments, PipelineTrainer
 
 TEXT = Path(__file__).resolve().parent.parent / "README.md"
@@ -46,6 +49,7 @@ def samples_of(text: bytes) -> list[dict[str, list[int]]]:
 
 def train(options: argparse.Namespace) -> None:
     """Train, evaluate, save, and let the model write a few bytes."""
+    options.output.mkdir(parents=True, exist_ok=True)
     samples = samples_of(options.text.read_bytes())
     trainer = PipelineTrainer(
         model=small_llama(),
@@ -71,7 +75,9 @@ def train(options: argparse.Namespace) -> None:
         eval_dataset=samples[-16:],
         pipeline=PipelineArguments(schedule=options.schedule, microbatches=4),
     )
-    trainer.train(resume_from_checkpoint=options.resume or None)
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun --max-restarts
+    last = get_last_checkpoint(options.output) if options.resume or is_restarted else None
+    trainer.train(resume_from_checkpoint=last)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.output / "model"))  # a folder for LlamaForCausalLM.from_pretrained()
     if trainer.is_world_process_zero():
@@ -99,4 +105,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        pipecut.init_process_group()  # with `torchrun --max-restarts` a job that is started again joins, too
     train(parsed())

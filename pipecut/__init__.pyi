@@ -59,6 +59,7 @@ from .training import clip_grad_norm_ as clip_grad_norm_
 from .training import device_mesh as device_mesh
 from .training import export_safetensors as export_safetensors
 from .training import get_total_norm as get_total_norm
+from .training import init_process_group as init_process_group
 from .training import latest_checkpoint as latest_checkpoint
 from .training import load_checkpoint as load_checkpoint
 from .training import save_checkpoint as save_checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,8 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import DisagreementError, InputError
 from ..run import differences, exchange
@@ -124,6 +127,40 @@ class TrainingMesh:
             lines.append(f"{rank:>4}" + "".join(f"{number:>{width}}" for number in place) + own)
         more = len(self._rows) - _SHOWN
         return "\n".join([*lines, f"and {counted(more, 'rank')} more"] if more > 0 else lines)
+
+
+def init_process_group(backend: str | None = None, timeout: timedelta | None = None) -> torch.device:
+    """Join the ranks that torchrun has started, and return the device of this one: an accelerator's, or the CPU.
+
+    It is `torch.distributed.init_process_group()`, but for a job that `torchrun --max-restarts` has started again: the
+    store that its ranks meet in still has addresses of processes that are gone, at which torch would wait, or fail. So
+    each attempt has keys of its own. Call it before `TrainingArguments` or an `Accelerator`, which join otherwise.
+
+    ```python
+    device = pipecut.init_process_group()
+    mesh = pipecut.device_mesh(pp=2)
+    ```
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"this process is not one of several ranks: {listed(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            "set. Start the script by `torchrun --nproc-per-node=2 script.py`"
+        )
+    if dist.is_initialized():
+        raise InputError(
+            "torch.distributed is initialized already: call pipecut.init_process_group() in its place, before "
+            "TrainingArguments or an Accelerator is made"
+        )
+    accelerator, device = torch.accelerator.current_accelerator(check_available=True), torch.device("cpu")
+    if accelerator is not None:
+        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    store, rank, ranks = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    return device
 
 
 def device_mesh(

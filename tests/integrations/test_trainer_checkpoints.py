@@ -91,6 +91,39 @@ def test_all_ranks_stop_where_one_does_and_load_the_best_model(two_ranks: Ranks,
             assert torch.equal(weight, found.weights[name]), name
 
 
+class _Killed(Exception):  # noqa: N818
+    """Ends a save in the middle."""
+
+
+def killed_in_a_save(rank: int, folder: Path) -> list[str]:
+    """Train until a save ends after its weights were written; return what is there then."""
+    from pipecut.integrations.transformers import PipelineTrainer
+
+    class Kills(PipelineTrainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if self.state.global_step == 4:
+                raise _Killed
+            super()._save_rng_state(output_dir)
+
+    with as_torchrun(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer("tied", folder, PIPELINE, trainer=(Kills, Kills), **SAVES)
+        with pytest.raises(_Killed):
+            trainer.train()
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_checkpoint_is_complete_or_not_there(two_ranks: Ranks, tmp_path: Path) -> None:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    for found in two_ranks.run(killed_in_a_save, tmp_path):
+        assert found == [".checkpoint-4.unfinished", "checkpoint-2"]
+    assert Path(str(get_last_checkpoint(str(tmp_path)))).name == "checkpoint-2"
+    two_ranks.run(functools.partial(train, pipeline=PIPELINE, resume=True, **SAVES), "tied", tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(sorted(CASES), lambda case: case in ("adapters", "vision"), lambda case: True))
 def test_every_kind_of_model_trains_and_resumes_as_with_trainer(case: str, four_ranks: Ranks, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import pipecut
 from pipecut import device_mesh
 from pipecut.errors import DisagreementError, InputError, PipeError
 from pipecut.schedule import plan_for, schedule_names
@@ -160,3 +162,30 @@ def test_dims_and_stages_that_a_mesh_has_not(four_ranks: Ranks) -> None:
 def test_without_a_process_group() -> None:
     with pytest.raises(InputError, match=r"needs a process group: call torch.distributed.init_process_group\(\)"):
         device_mesh(pp=2)
+
+
+def test_joining_ranks_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        InputError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set\. Start"
+    ):
+        pipecut.init_process_group()
+
+
+@pytest.mark.distributed
+def test_joining_twice(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(joins_again):
+        assert "torch.distributed is initialized already: call pipecut.init_process_group() in its place" in told
+
+
+def joins_again(rank: int) -> str:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    try:
+        pipecut.init_process_group()
+    except InputError as error:
+        return str(error)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+    return "joined"

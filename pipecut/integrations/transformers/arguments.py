@@ -152,14 +152,9 @@ _CONFLICTS = (
         "a key/value cache cannot cross a cut: leave it out, or use_cache=False",
     ),
     _Conflict(
-        lambda args: args.bf16_full_eval,
-        "bf16_full_eval",
-        "it converts the model, whose stages share its parameters: pass bf16=True",
-    ),
-    _Conflict(
-        lambda args: args.fp16 or args.fp16_full_eval,
-        "fp16",
-        "pass bf16=True instead, which needs no loss scaling",
+        lambda args: args.bf16_full_eval or args.fp16_full_eval,
+        "bf16_full_eval or fp16_full_eval",
+        "they convert the model, whose stages share its parameters: pass bf16=True or fp16=True",
     ),
     _Conflict(
         lambda args: "lomo" in str(args.optim) or "layerwise" in str(args.optim),

@@ -17,9 +17,9 @@ from ...errors import InputError
 from ...planning import plan
 from ...run import PipelineSchedule, get_schedule_class
 from ...schedule import Placement
-from ...stage import PipelineStage
+from ...stage import Generators, PipelineStage, RandomStream
 from .arguments import PipelineArguments
-from .loss import BatchChunks, count_items
+from .loss import BatchChunks, count_items, precision_of
 
 _Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -95,7 +95,8 @@ class CutModel:
         autocast: _Autocast,
     ) -> None:
         self.model, self.ranks, self.device, self._autocast = model, ranks, device, autocast
-        self._chunks = BatchChunks()
+        self._chunks = BatchChunks(precision_of(model))
+        self._generators = Generators(device)
         options: dict[str, Any] = {
             "loss_fn": loss,
             "loss_weight": weight,
@@ -152,10 +153,15 @@ class CutModel:
         for module in self.modules:
             module.train(mode)
 
-    def step(self, arguments: Mapping[str, Any], batch: Mapping[str, Any], *, parts: int, shifts: bool) -> float:
-        """Run a training step, which adds to gradients, and return the loss of the batch, divided by `parts`."""
+    def step(
+        self, arguments: Mapping[str, Any], batch: Mapping[str, Any], *, parts: int, shifts: bool, seed: int
+    ) -> float:
+        """Run a training step, which adds to gradients, and return the loss of the batch, divided by `parts`.
+
+        Its random numbers follow from the seed, and leave torch's generators as they were: from these, samplers draw.
+        """
         self._chunks.counts = count_items(batch, shifts=shifts)
-        with self._autocast():
+        with RandomStream(self._generators, seed), self._autocast():
             self.schedule.step(**arguments, target=batch, return_outputs=False, loss_kwargs={"parts": parts})
         return self.schedule.mean_loss()
 

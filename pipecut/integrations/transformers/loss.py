@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from ...errors import InputError
@@ -75,7 +76,7 @@ def arguments_of_model(trainer: Any, inputs: Mapping[str, Any], items: Any) -> d
     except _CallNoted as call:
         given = call.kwargs
         if isinstance(given.get(ITEMS), Tensor):
-            given[ITEMS] = given[ITEMS].float()  # a share of it, which each microbatch gets, is no integer
+            given[ITEMS] = given[ITEMS].to(precision_of(trainer.model))  # a share of it is no integer
         return given
     raise InputError(
         "compute_loss did not call the model that it was given: let it call model(**inputs), and make the loss of "
@@ -99,9 +100,22 @@ class TrainerLoss:
         assert trainer is not None  # it runs the step
         inputs = dict(target)
         items = inputs.pop(ITEMS, None)
-        stand_in = StandIn(trainer.model, lambda kwargs: _with_own_loss(output))
-        loss: Tensor = trainer.compute_loss(stand_in, inputs, num_items_in_batch=items)
+        answer = in_full_precision(trainer, _with_own_loss(output))
+        stand_in = StandIn(trainer.model, lambda kwargs: answer)
+        # Autocast is for the model alone, as with Trainer.
+        with torch.autocast(trainer.args.device.type, enabled=False):
+            loss: Tensor = trainer.compute_loss(stand_in, inputs, num_items_in_batch=items)
         return loss if parts == 1 else loss / parts
+
+
+def in_full_precision(trainer: Any, output: Any) -> Any:
+    """Return the output of a model as Accelerate gives it: under mixed precision, in float32."""
+    return convert_to_fp32(output) if trainer.accelerator.native_amp else output
+
+
+def precision_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype for shares of numbers of items: float32, or float64 if the model computes in it."""
+    return torch.float64 if any(each.dtype is torch.float64 for each in model.parameters()) else torch.float32
 
 
 def _with_own_loss(output: Any) -> Any:
@@ -144,8 +158,9 @@ class BatchChunks(ChunkSpec):
 
     keeps_order = True
 
-    def __init__(self) -> None:
+    def __init__(self, precision: torch.dtype = torch.float32) -> None:
         self.counts: Tensor | None = None  # the items of each sample in the batch that comes next
+        self._precision = precision
         self._rows = TensorChunkSpec(0).inside()
 
     def samples(self, value: Any, name: str) -> int | None:
@@ -162,7 +177,7 @@ class BatchChunks(ChunkSpec):
         items = self.counts.to(value.device)
         counts, whole = [part.sum() for part in torch.split(items, list(sizes))], items.sum()
         # In double precision, so that a share of the batch itself is the very number of its items.
-        return [(value.double() * count / whole).float() for count in counts]
+        return [(value.double() * count / whole).to(self._precision) for count in counts]
 
     def merge(self, values: Sequence[Any], weights: Sequence[float] | None, name: str) -> Any:
         return self._rows.merge(values, weights, name)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
 from ...errors import InputError
-from ...training import clip_grad_norm_, get_total_norm
+from ...stage import derive_seed
+from ...training import GradScaler, clip_grad_norm_, get_total_norm, replace_directory
 from .accelerator import AgreeingCallbacks, PipelineAccelerator
 from .arguments import PipelineArguments, check_arguments, check_model
 from .cut_model import CutModel, Ranks
@@ -31,7 +32,7 @@ from .exchange import (
     collect_weights,
     drop_state_of_others,
 )
-from .loss import ITEMS, StandIn, TrainerLoss, arguments_of_model, count_items
+from .loss import ITEMS, StandIn, TrainerLoss, arguments_of_model, count_items, in_full_precision
 
 
 class PipelineTrainer(Trainer):
@@ -43,7 +44,11 @@ class PipelineTrainer(Trainer):
     same arguments, and checkpoints of either can be resumed by the other, with any number of stages.
 
     Every rank loads the whole model into main memory, and puts its own stage on its device. After `train()` the model
-    of every rank has the trained weights of all stages.
+    of every rank has the trained weights of all stages. A checkpoint is complete, or not there.
+
+    With dropout, losses are not those of `Trainer`: it draws the numbers of a whole batch at once, and a pipeline those
+    of one microbatch after the other. They follow from `seed`, the step and the microbatch, so that they are the same
+    for any number of stages and after a resume.
 
     ```python
     trainer = PipelineTrainer(
@@ -78,6 +83,8 @@ class PipelineTrainer(Trainer):
         self._cuts: dict[bool, CutModel] = {}  # by mode; often one for both
         self._trained: CutModel | None = None
         self._loaded_folder = ""
+        self._batches = (-1, 0)  # the step that is accumulated, and its batches so far
+        self._unfinished: Path | None = None  # where a checkpoint is written, while it is
         self._has_all_weights = True  # False once the stages of other ranks were trained, until they are collected
         super().__init__(model, args, *positional, **options)
         AgreeingCallbacks.adopt(self.callback_handler)
@@ -103,6 +110,16 @@ class PipelineTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._trained = self._cut_model(self._prepare_inputs(dict(self._example())), training=True)
+        scaler = self.accelerator.scaler
+        if scaler is not None and self._trained.schedule.loss_scaler is not scaler:
+            self.accelerator.scaler = GradScaler(
+                self._trained.schedule,
+                scaler.get_scale(),
+                scaler.get_growth_factor(),
+                scaler.get_backoff_factor(),
+                scaler.get_growth_interval(),
+                scaler.is_enabled(),
+            )
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 
     def _example(self) -> Mapping[str, Any]:
@@ -160,9 +177,16 @@ class PipelineTrainer(Trainer):
             arguments = arguments_of_model(self, batch, num_items_in_batch)
             target = dict(batch) if num_items_in_batch is None else {**batch, ITEMS: num_items_in_batch}
             parts = 1 if self._is_loss_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
-            loss = cut.step(arguments, target, parts=parts, shifts=self._loss_shifts_labels)
+            shifts, seed = self._loss_shifts_labels, self._next_seed()
+            loss = cut.step(arguments, target, parts=parts, shifts=shifts, seed=seed)
         self._has_all_weights = False
         return torch.tensor(loss, device=self.args.device)
+
+    def _next_seed(self) -> int:
+        """Return the seed of a batch, which follows from its place in the training: a resume has it too."""
+        step, batches = self._batches
+        self._batches = (step, batches + 1) if step == self.state.global_step else (self.state.global_step, 1)
+        return derive_seed(self.args.seed, self._ranks.replica, *self._batches)
 
     def _is_loss_scaled(self, items: object) -> bool:
         """Return True if a loss is divided by the items of all accumulated batches, by Trainer's rule."""
@@ -192,7 +216,8 @@ class PipelineTrainer(Trainer):
 
         def answer(arguments: dict[str, Any]) -> Any:
             output = cut.eval(arguments, target, shifts=shifts, outputs=True)
-            return broadcast(_wanted(output, ignored), self._ranks.last, self._ranks, self.args.device)
+            wanted = in_full_precision(self, _wanted(output, ignored))
+            return broadcast(wanted, self._ranks.last, self._ranks, self.args.device)
 
         stand_in: Any = StandIn(self.model, answer)
         return super().prediction_step(stand_in, inputs, prediction_loss_only, ignore_keys)
@@ -255,9 +280,42 @@ class PipelineTrainer(Trainer):
         self.model.load_state_dict(loaded.state_dict())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        """Save what Trainer saves, into a directory that gets its name when all files are on the disk."""
+        folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        unfinished = folder / f".{name}.unfinished"
+        if self.args.should_save:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
+            unfinished.mkdir(parents=True)
+        self._barrier()
+        self._unfinished = unfinished
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._unfinished = None
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder / name)
+        self._barrier()  # all ranks have written their files
+        if self.args.should_save:
+            self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))  # with where it will be
+            replace_directory(unfinished / name, folder / name)
+            unfinished.rmdir()
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder), self.args.save_total_limit, best, use_mtime=True)
+        self._barrier()  # it is complete before any rank reads it, or goes on
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder / name))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(super()._get_output_dir(trial) if self._unfinished is None else self._unfinished)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._unfinished is None:  # otherwise it is pushed when it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @staticmethod
+    def _barrier() -> None:
         if dist.is_initialized():
-            dist.barrier()  # the files are complete before any rank reads them, or goes on
+            dist.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state that Trainer on one process would save, whatever the number of stages."""
@@ -290,11 +348,15 @@ class PipelineTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         assert self._trained is not None  # there are gradients
+        self.accelerator.unscale_gradients()
         return clip_grad_norm_(self._trained.schedule, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         assert self._trained is not None
-        return get_total_norm(self._trained.schedule) if grad_norm is None else grad_norm
+        if grad_norm is None:
+            self.accelerator.unscale_gradients()
+            return get_total_norm(self._trained.schedule)
+        return grad_norm
 
 
 class _Weight:
@@ -311,7 +373,7 @@ class _Weight:
 
 
 def _wanted(output: Any, ignored: list[str]) -> Any:
-    """Return an output without what nobody asks for, in full precision, as Accelerate gives it."""
+    """Return an output without what nobody asks for."""
     if isinstance(output, Mapping):
         kept = {name: value for name, value in output.items() if name not in ignored}
         output = type(output)(**kept)

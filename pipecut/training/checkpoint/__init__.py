@@ -6,7 +6,7 @@ Begin with save.py and load.py. folder.py knows the files, ranks.py the processe
 from __future__ import annotations
 
 from .export import export_safetensors
-from .folder import latest_checkpoint
+from .folder import latest_checkpoint, replace_directory
 from .load import LoadedCheckpoint, load_checkpoint
 from .save import CheckpointSave, save_checkpoint
 
@@ -16,5 +16,6 @@ __all__ = [
     "export_safetensors",
     "latest_checkpoint",
     "load_checkpoint",
+    "replace_directory",
     "save_checkpoint",
 ]

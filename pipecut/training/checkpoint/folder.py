@@ -203,6 +203,30 @@ def commit(draft: Draft, manifest: Manifest) -> None:
     sync_directory(draft.path.parent)
 
 
+def replace_directory(written: Path, path: Path) -> None:
+    """Give a directory of files its place, once all of them are on the disk; one that is there goes.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name in ("old", "new"):
+    ...     (folder / name).mkdir()
+    ...     _ = (folder / name / name).write_text(name)
+    >>> replace_directory(folder / "new", folder / "old")
+    >>> [each.name for each in folder.iterdir()], [each.name for each in (folder / "old").iterdir()]
+    (['old'], ['new'])
+    """
+    for each in written.rglob("*"):
+        sync_directory(each) if each.is_dir() else sync_file(each)
+    sync_directory(written)
+    if path.exists():
+        path.rename(doomed := path.with_name(f".{path.name}{_REMOVED}{uuid.uuid4().hex[:8]}"))
+        written.rename(path)
+        shutil.rmtree(doomed)
+    else:
+        written.rename(path)
+    sync_directory(path.parent)
+
+
 def discard(draft: Draft) -> None:
     """Remove what a save that failed has written: of a full disk it is the larger part."""
     shutil.rmtree(draft.directory, ignore_errors=True)
