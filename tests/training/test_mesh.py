@@ -167,9 +167,7 @@ def test_without_a_process_group() -> None:
 def test_joining_ranks_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        InputError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set\. Start"
-    ):
+    with pytest.raises(InputError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set\. Start"):
         pipecut.init_process_group()
 
 
