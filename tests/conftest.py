@@ -35,7 +35,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep processes few, and imports of transformers: tests that share ranks or that run on one worker."""
+    """Keep processes and imports few: tests that share ranks, transformers or the like run on one worker."""
     for item in items:
         group = _group_of(item)
         if group is not None:
@@ -50,7 +50,8 @@ def _group_of(item: pytest.Item) -> str | None:
     pools = {"two_ranks", "four_ranks"}.intersection(getattr(item, "fixturenames", ()))
     if pools:
         return min(pools)
-    return item.path.stem if item.get_closest_marker("distributed") else None
+    alone = item.get_closest_marker("distributed") or item.path.stem == "test_rooms"  # which reads the package once
+    return item.path.stem if alone else None
 
 
 @pytest.fixture(autouse=True)

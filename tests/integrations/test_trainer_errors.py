@@ -93,11 +93,11 @@ def test_a_dataset_without_an_index_needs_an_example(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter(sentences())
 
-    trainer = make_trainer("causal", tmp_path, {}, max_steps=2)
+    trainer = make_trainer("small", tmp_path, {}, max_steps=2)
     trainer.train_dataset = Stream()
     with pytest.raises(InputError, match=r"pass one batch, as the collator makes it, as PipelineArguments\(example="):
         trainer.train()
-    trainer = make_trainer("causal", tmp_path, {"example": padded(sentences()[:8])}, max_steps=2)
+    trainer = make_trainer("small", tmp_path, {"example": padded(sentences()[:8])}, max_steps=2)
     trainer.train_dataset = Stream()
     assert trainer.train().global_step == 2
 
@@ -120,11 +120,11 @@ def test_a_loss_that_does_not_call_the_model_once(tmp_path: Path) -> None:
             return model(inputs["input_ids"]).logits.mean()
 
     with pytest.raises(PipeError, match="compute_loss calls the model twice, and a pipeline runs it once"):
-        make_trainer("causal", tmp_path, {}, trainer=(Trainer, Twice)).train()
+        make_trainer("small", tmp_path, {}, trainer=(Trainer, Twice)).train()
     with pytest.raises(InputError, match="compute_loss did not call the model that it was given"):
-        make_trainer("causal", tmp_path, {}, trainer=(Trainer, Never)).train()
+        make_trainer("small", tmp_path, {}, trainer=(Trainer, Never)).train()
     with pytest.raises(InputError, match=r"passes 1 arguments to the model by position: pass them by name"):
-        make_trainer("causal", tmp_path, {}, trainer=(Trainer, ByPosition)).train()
+        make_trainer("small", tmp_path, {}, trainer=(Trainer, ByPosition)).train()
 
 
 def bad_input_on_ranks(rank: int, folder: Path) -> list[str]:

@@ -94,6 +94,9 @@ _VIT |= {"patch_size": 8, "hidden_dropout_prob": 0.0}
 CASES = {
     "causal": Case(_model("LlamaForCausalLM", "LlamaConfig", **DECODER)),
     "tied": Case(_model("LlamaForCausalLM", "LlamaConfig", **DECODER, tie_word_embeddings=True)),
+    "small": Case(
+        _model("LlamaForCausalLM", "LlamaConfig", **{**DECODER, "num_hidden_layers": 2}, tie_word_embeddings=True)
+    ),
     "classes": Case(_model("BertForSequenceClassification", "BertConfig", **ENCODER, num_labels=2), _classes),
     "seq2seq": Case(_model("BartForConditionalGeneration", "BartConfig", **BOTH)),
     "vision": Case(_model("ViTForImageClassification", "ViTConfig", **_VIT), images),

@@ -17,7 +17,7 @@ from pipecut.stage.stage import PipelineStage, build_stage
 from tests.run.shared_models import CUTS, SharedBlock, SharedEmbedding, batch_of, shared_pipe
 from tests.support.ranks import Ranks
 
-STAGES, MICROBATCHES, STEPS = 4, 4, 20
+STAGES, MICROBATCHES, STEPS = 4, 4, 6
 SCHEDULES = [name for name in FAMILIES if name != "ForwardOnly"]
 
 

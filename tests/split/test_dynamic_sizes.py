@@ -68,12 +68,12 @@ def assert_serves(pipe: Pipe, model: nn.Module, example: Callable[..., Any], siz
 @pytest.mark.parametrize(
     "dynamic",
     [
-        {"ids": {1: "seq"}, "mask": {1: "seq"}, "labels": {1: "seq"}},
+        pytest.param({"ids": {1: "seq"}, "mask": {1: "seq"}, "labels": {1: "seq"}}, marks=pytest.mark.slow),
         {"ids": ("batch", "seq")},
     ],
     ids=["all named", "one named"],
 )
-@pytest.mark.parametrize("batch", sampled([4, 1], lambda batch: batch == 1))
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_trace_trains_with_any_batch_and_any_length(dynamic: Any, batch: int) -> None:
     """With an example of one sample too; dims that the model ties to a name need none of their own."""
     model = Attention().double()

@@ -31,7 +31,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), sampled([(nn.LSTM, "second"), (nn.GRU, "head")], lambda case: case[0] is nn.GRU)
+    ("kind", "path"), sampled([(nn.LSTM, "second"), (nn.GRU, "head"), (nn.RNN, "head")], lambda case: case[0] is nn.RNN)
 )
 def test_recurrent_layers_are_cut_between(kind: type[nn.RNNBase], path: str) -> None:
     args = (torch.randn(3, 4, 8, requires_grad=True),)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipecut import Schedule1F1B, ScheduleZBVZeroBubble, pipeline
 from tests.split.test_recompute import Decoder, Rotary, batch
+from tests.support.sampling import sampled
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -22,7 +23,12 @@ def uncut_gradients(model: nn.Module, call: tuple[Tensor, ...], target: Tensor) 
     return {name: parameter.grad for name, parameter in reference.named_parameters()}
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("ZBV", 2), ("ZBV", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    sampled(
+        [("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("ZBV", 2), ("ZBV", 4)], lambda case: case in (("1F1B", 3), ("ZBV", 2))
+    ),
+)
 def test_gradients_are_those_of_the_uncut_model(schedule: str, stages: int) -> None:
     model = Decoder(Rotary(persistent=True)).double()
     pipe = pipeline(model, batch(3), num_stages=stages)

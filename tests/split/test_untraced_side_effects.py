@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from pipecut import Pipe, SplitError, SplitPoint, pipeline
 from tests.support.equality import assert_same_run, run_apart, run_in_one_graph, run_uncut
 from tests.support.nested_values import Call, fresh
+from tests.support.sampling import sampled
 
 X = torch.randn(4, 8)
 CALL: Call = ((X,), {})
@@ -69,17 +70,14 @@ def offloaded(x: Tensor) -> Tensor:
         return x.tanh()
 
 
-every_forgotten = pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("a hook on a tensor or on its grad_fn", hooked),
-        ("inference_mode", inferred),
-        ("manual_seed", seeded),
-        ("fork_rng", forked),
-        ("hooks on saved tensors", packed),
-        pytest.param("save_on_cpu", offloaded, marks=pytest.mark.slow),  # hooks on saved tensors of torch's own
-    ],
-)
+FORGOTTEN = [
+    ("a hook on a tensor or on its grad_fn", hooked),
+    ("inference_mode", inferred),
+    ("manual_seed", seeded),
+    ("fork_rng", forked),
+    ("hooks on saved tensors", packed),
+    ("save_on_cpu", offloaded),  # hooks on saved tensors of torch's own
+]
 
 
 class Block(nn.Module):
@@ -105,7 +103,7 @@ def whole(function: Callable[[Tensor], Tensor]) -> tuple[Pipe, nn.Sequential]:
     return pipeline(model, (X,), split_spec={"2": SplitPoint.BEGINNING}), uncut
 
 
-@every_forgotten
+@pytest.mark.parametrize(("name", "function"), sampled(FORGOTTEN, lambda case: case[1] is not offloaded))
 def test_in_a_forward_that_is_cut_it_is_refused(name: str, function: Callable[[Tensor], Tensor]) -> None:
     """The operations of the trace ran without it: other gradients, other random numbers, other memory."""
     cuts = {"Block": (Block(function), "b"), "1": (around(function), "1.b")}
@@ -116,7 +114,7 @@ def test_in_a_forward_that_is_cut_it_is_refused(name: str, function: Callable[[T
         assert f"'{cut_module}'" in str(error.value)
 
 
-@every_forgotten
+@pytest.mark.parametrize(("name", "function"), sampled(FORGOTTEN, lambda case: case[1] not in (packed, offloaded)))
 def test_in_a_block_that_is_whole_it_works(name: str, function: Callable[[Tensor], Tensor]) -> None:
     pipe, uncut = whole(function)
     for run in (run_in_one_graph, run_apart):

@@ -70,6 +70,7 @@ def test_adapters_in_all_layers() -> None:
     assert_trains_as_uncut(*with_adapters("gpt2", [0, 1, 2, 3]), lowest_layer=0)
 
 
+@pytest.mark.slow
 def test_adapters_in_the_upper_layers() -> None:
     assert_trains_as_uncut(*with_adapters("llama", [2, 3]), lowest_layer=2)
 

@@ -8,14 +8,17 @@ from torch import Tensor, nn
 
 from pipecut.stage.backward import StageWeights, full_backward, input_backward, weight_backward
 from tests.stage.backward.runs import (
+    CASES_AND_WAYS,
     WAYS,
     assert_equals_torch,
     assert_same_gradients,
     choose_way,
     gradients_of,
+    is_quick,
     with_gradients,
 )
 from tests.stage.backward.stages import CASES, REENTRANT, StageCase, floats, linears, rows, stack
+from tests.support.sampling import sampled
 
 # How the parts of three microbatches follow each other.
 ORDERS = (
@@ -27,8 +30,7 @@ ORDERS = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("case", "way"), sampled(CASES_AND_WAYS, is_quick), ids=str)
 def test_parts_give_what_torch_gives(case: StageCase, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights_of = choose_way(way, monkeypatch)
     module = case.module()

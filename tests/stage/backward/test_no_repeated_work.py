@@ -20,17 +20,20 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from pipecut.stage import PipelineStage
 from pipecut.stage.backward import StageWeights, input_backward, weight_backward
 from tests.stage.backward.runs import (
+    CASES_AND_WAYS,
     WAYS,
     Microbatch,
     assert_same_gradients,
     choose_way,
     forward,
     gradients_of,
+    is_quick,
     run_step,
     run_torch,
     torch_backward,
 )
 from tests.stage.backward.stages import CASES, PRODUCTS, REENTRANT, StageCase, floats, linears, rows, stack
+from tests.support.sampling import sampled
 
 
 class Flops(TorchDispatchMode):
@@ -53,8 +56,7 @@ def flops(operation: str, batch: Microbatch, weights: Any = None) -> int:
     return counted.total
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("case", "way"), sampled(CASES_AND_WAYS, is_quick), ids=str)
 def test_no_product_is_computed_twice(case: StageCase, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = case.module()
     weights = choose_way(way, monkeypatch)(module)

@@ -84,7 +84,11 @@ def loss(output: Tensor, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("schedule", "wrap"),
-    [("1F1B", copied), ("1F1B", sharded_everywhere), ("ZBVZeroBubble", sharded_everywhere)],
+    [
+        ("1F1B", copied),
+        pytest.param("1F1B", sharded_everywhere, marks=pytest.mark.slow),
+        ("ZBVZeroBubble", sharded_everywhere),
+    ],
     ids=["1F1B, copied", "1F1B, sharded", "both ends of the tie on one rank, sharded"],
 )
 def test_traced_stages_with_a_tie(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
