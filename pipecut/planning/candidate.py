@@ -22,8 +22,9 @@ from ..split import (
 )
 from ..text import format_bytes, format_bytes_rounded_up
 from .choices import Choice, in_flight
-from .costs import StageCosts, bounds_of, pending_bytes, simulate_tied, split_times, tied_like
+from .costs import StageCosts, bounds_of, pending_bytes, simulate_step, split_times, with_sums_of
 from .measure import StageTimes
+from .replicas import with_collectives
 
 _ROUNDS = 4
 
@@ -54,13 +55,22 @@ class Candidate:
         return tuple(sum(both) for both in zip(self.constant, self.report.peak_memory, strict=True))
 
     @property
+    def collectives(self) -> float:
+        """Return the part of the step that the rank with the most collectives over copies spends in them."""
+        if self.choice.layout.replicas == 1:
+            return 0.0
+        times = self.report.costs.collective_times(self.plan)
+        both = [sum(each[stage] for each in times.values()) for stage in range(self.plan.stages)]
+        return max(sum(both[stage] for stage in held) for held in self.plan.placement.stages_of) / self.report.makespan
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Return the labels of its cuts."""
         return tuple(cut.label for cut in self.cut.plan.cuts)
 
     def with_plan(self, plan: Plan) -> Candidate:
         """Return the same cut under another plan."""
-        return replace(self, report=simulate(tied_like(self.plan, plan), self.report.costs), searched=True)
+        return replace(self, report=simulate(with_sums_of(self.plan, plan), self.report.costs), searched=True)
 
     def with_times(self, times: Mapping[int, StageTimes], speeds: Sequence[float]) -> Candidate:
         """Return the same with the measured times of its stages."""
@@ -76,14 +86,15 @@ class Candidate:
 
 
 def make_candidate(
-    choice: Choice, stages: StageCosts, ranks: int, speeds: Sequence[float] | None, limits: Sequence[float] | None
+    choice: Choice, stages: StageCosts, speeds: Sequence[float] | None, limits: Sequence[float] | None
 ) -> Candidate:
     """Cut for a choice, and simulate. The stages have the costs of one microbatch of its size.
 
-    The cut of least memory decides if it fits, so that a choice that fits also fits more memory.
+    The cut of least memory decides if it fits, so that a choice that fits also fits more memory. Speeds and limits are
+    those of the ranks of one pipeline.
     """
-    maker = _CandidateMaker(choice, stages, choice.plan(ranks), speeds)
-    free = maker.balanced(None)
+    maker = _CandidateMaker(choice, stages, choice.plan(), speeds)
+    free = maker.free()
     if limits is None or _fits(free.memory, limits):
         return free
     least = _least_memory_cut(maker.memory, limits, stages.cuts_of(free.cut.plan))
@@ -102,10 +113,17 @@ class _CandidateMaker:
         self.rank_of, self.flying = list(plan.placement.rank_of), in_flight(plan)
         self.memory = _RankMemory(plan, stages)
 
-    def balanced(self, limits: Sequence[float] | None) -> Candidate:
+    def free(self) -> Candidate:
+        """Return the balanced cut without limits, which is the same for all schedules that place stages alike."""
+        key = tuple(self.rank_of), None if self.speeds is None else tuple(self.speeds)
+        if key not in self.stages.free_cuts:
+            self.stages.free_cuts[key] = balanced_cut(self.stages.chain, self.rank_of, speeds=self.speeds)
+        return self._simulated(self.stages.free_cuts[key])
+
+    def balanced(self, limits: Sequence[float]) -> Candidate:
         """Return the balanced cut, under limits of the memory that adds up over blocks."""
         options = {"speeds": self.speeds, "memory_limit": limits, "in_flight": self.flying}
-        return self._simulated(balanced_cut(self.stages.chain, self.rank_of, **options))  # type: ignore[arg-type]
+        return self._simulated(balanced_cut(self.stages.balanced_chain, self.rank_of, **options))  # type: ignore[arg-type]
 
     def cut_at(self, cuts: Sequence[int]) -> Candidate:
         """Return the cut at some blocks."""
@@ -131,13 +149,12 @@ class _CandidateMaker:
         cuts = self.stages.cuts_of(cut.plan)
         bounds = bounds_of(cuts, self.stages.blocks.count)
         speed_of = [1.0 if self.speeds is None else self.speeds[rank] for rank in self.rank_of]
-        costs = _costs_of(
-            [self.stages.cost(*bound) for bound in bounds],
-            [self.stages.holds(*bound) for bound in bounds],
-            speed_of,
-            self.stages.chain.machine,
-        )
-        report = simulate_tied(self.plan, costs, self.stages.chain.ties(cuts))
+        each = [self.stages.cost(*bound) for bound in bounds]
+        held = [self.stages.holds(*bound) for bound in bounds]
+        costs = _costs_of(each, held, speed_of, self.stages.chain.machine)
+        layout = self.choice.layout
+        costs = with_collectives(costs, each, layout, self.stages.machine)
+        report = simulate_step(self.plan, costs, self.stages.chain.ties(cuts), copied=layout.replicas > 1)
         return Candidate(self.choice, cut, report, self.memory.constant(cuts))
 
 

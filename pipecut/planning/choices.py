@@ -19,6 +19,7 @@ from ..schedule import FAMILIES, Op, Plan, plan_for
 from ..split import ConcreteCosts, changed_state
 from ..text import counted
 from ..torch_internals import HOOK_DICTS, FakeTensorMode
+from .replicas import Layout
 
 Source = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model and an example of its arguments
 
@@ -34,20 +35,25 @@ class Choice:
     microbatch: int  # samples
     microbatches: int
     recompute: bool
+    layout: Layout
 
-    def plan(self, ranks: int) -> Plan:
-        """Return the plan of the schedule."""
-        return plan_for(self.schedule, ranks=ranks, microbatches=self.microbatches)
+    def plan(self) -> Plan:
+        """Return the plan of the schedule, for one pipeline."""
+        return plan_for(self.schedule, ranks=self.layout.depth, microbatches=self.microbatches)
 
 
 def all_choices(
-    schedules: Sequence[str], counts: Sequence[int], batch: int, recompute: Sequence[bool]
+    schedules: Sequence[str], counts: Sequence[int], batch: int, recompute: Sequence[bool], layouts: Iterable[Layout]
 ) -> Iterator[Choice]:
-    """Yield every combination; if the batch is not divided evenly, a microbatch counts as the largest of them."""
-    for count in counts:
-        for name in schedules:
-            for again in recompute:
-                yield Choice(name, largest_microbatch(batch, count), count, again)
+    """Yield every combination for the batch of one pipeline.
+
+    If it is not divided evenly, a microbatch counts as the largest of them.
+    """
+    for layout in layouts:
+        for count in counts:
+            for name in schedules:
+                for again in recompute:
+                    yield Choice(name, largest_microbatch(batch, count), count, again, layout)
 
 
 def in_flight(plan: Plan) -> list[float]:

@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..pipe_ir import Operation, TracedModel
-from ..schedule import Costs, Dataflow, Plan, Report, add_reduce_ties, simulate
+from ..run import MAX_HELD
+from ..schedule import (
+    WHOLE_STAGE,
+    Costs,
+    Dataflow,
+    Op,
+    Plan,
+    Report,
+    add_reduce_grad,
+    add_reduce_ties,
+    add_unshard_reshard,
+    drop_reduce_ties,
+    simulate,
+)
 from ..split import (
     ACCUMULATION_PASSES,
-    TRAINED_MEMORY_FACTOR,
+    BalancedCut,
     Blocks,
     Chain,
     ConcreteCosts,
@@ -33,6 +46,10 @@ from ..stage import max_rows, min_rows_to_defer, weight_sizes
 from .group import on_all_ranks, on_each_rank
 from .measure import measure_link
 from .measured_chain import measured_chain
+from .replicas import Layout, chain_on, kept_bytes
+
+# Balanced cuts without limits, by the rank of each stage and the speeds of ranks.
+FreeCuts: TypeAlias = dict[tuple[tuple[int, ...], tuple[float, ...] | None], BalancedCut]
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class CostSource:
         if given is None and any(parameter.is_meta for parameter in traced.model.parameters()):
             given = default_machine(traced)
         if given is not None:
-            return given.linking(self.ranks)
+            return given
         group = self.group
         found = on_each_rank(group, lambda: _measured_machine(traced))
         if group is None:
@@ -185,19 +202,28 @@ class _StageMemory:
 
 
 class StageCosts:
-    """Costs and memory of the stages that a chain may be cut into, with recomputation or without; cached."""
+    """Costs and memory of the stages that a chain may be cut into, with recomputation or without; cached.
 
-    def __init__(self, chain: Chain, recompute: bool) -> None:
-        self.recompute = recompute
+    `layout` has the copies of each stage. `free_cuts` are the balanced cuts without limits, which other layouts with
+    the same links share.
+    """
+
+    def __init__(
+        self, chain: Chain, recompute: bool, layout: Layout | None = None, free_cuts: FreeCuts | None = None
+    ) -> None:
+        self.recompute, self.layout, self.machine = recompute, layout or Layout(1), chain.machine
+        chain = replace(chain, machine=self.layout.machine(self.machine))
         self.chain = _recomputing(chain) if recompute else chain
+        self.balanced_chain = chain_on(self.chain, self.layout, self.machine)
+        self.free_cuts = {} if free_cuts is None else free_cuts
         self._whole = chain
         self._costs: dict[tuple[int, int], StageCost] = {}
         self._memory: dict[tuple[int, int], _StageMemory] = {}
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Return the chain as plain numbers."""
-        return self.chain.blocks()
+        """Return the chain as plain numbers, with the memory of the layout."""
+        return self.balanced_chain.blocks()
 
     @cached_property
     def _rule(self) -> DeferralRule:
@@ -230,7 +256,7 @@ class StageCosts:
             # While one microbatch goes backward, all of its recomputed activations are in memory.
             again = _one_stage(self._whole, begin, end).saved_bytes if self.recompute else 0.0
             self._memory[begin, end] = _StageMemory(
-                stage.parameter_bytes + (TRAINED_MEMORY_FACTOR - 1) * stage.trained_bytes + stage.buffer_bytes,
+                kept_bytes(stage, self.layout),
                 stage.working_bytes + again,
                 stage.saved_bytes,
             )
@@ -262,15 +288,26 @@ def _recomputing(chain: Chain) -> Chain:
     return replace(chain, times=tuple(times), saved=(0.0,) * len(chain.saved), shared=shared)
 
 
-def simulate_tied(plan: Plan, costs: Costs, ties: Sequence[StageTie]) -> Report:
-    """Simulate a plan with the sums of tied gradients at the end of the step.
+def simulate_step(plan: Plan, costs: Costs, ties: Sequence[StageTie], *, copied: bool) -> Report:
+    """Simulate a plan with the sums of tied gradients at the end of the step, and the collectives of copied stages.
 
-    The cut is chosen without them: every cut that parts the users of a parameter pays the same sum, once per step.
+    The cut is chosen without the sums: every cut that parts the users of a parameter pays the same, once per step.
     """
     tied = plan.with_dataflow(Dataflow.chain(plan.stages, ties=[tie.stages for tie in ties]))
-    return simulate(add_reduce_ties(tied), replace(costs, tie_bytes=[tie.gradient_bytes for tie in ties]))
+    return simulate(_with_sums(tied, copied), replace(costs, tie_bytes=[tie.gradient_bytes for tie in ties]))
 
 
-def tied_like(plan: Plan, other: Plan) -> Plan:
-    """Return another plan of the same stages, with the sums of the first one."""
-    return add_reduce_ties(other.with_dataflow(plan.dataflow))
+def with_sums_of(plan: Plan, other: Plan) -> Plan:
+    """Return another plan of the same stages, with the sums and collectives of the first one."""
+    return _with_sums(other.with_dataflow(plan.dataflow), Op.REDUCE_GRAD in plan.ops)
+
+
+def _with_sums(plan: Plan, copied: bool) -> Plan:
+    """Add the actions that a schedule adds when it lowers the plan, all but the messages."""
+    return add_reduce_ties(add_reduce_grad(add_unshard_reshard(plan, MAX_HELD)) if copied else plan)
+
+
+def computations_of(plan: Plan) -> Plan:
+    """Return the plan without these sums and collectives, for a schedule to add."""
+    rows = [[each for each in row if each is None or each.op not in WHOLE_STAGE] for row in plan.actions]
+    return drop_reduce_ties(plan.with_actions(rows))

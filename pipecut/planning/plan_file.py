@@ -15,13 +15,15 @@ from ..errors import InputError, PipeError
 from ..pipe_ir import read_example
 from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
 from .choices import Choice, Source, largest_microbatch
+from .replicas import WRAPPERS, Layout
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
-_FORMAT, _VERSION = "pipecut training plan", 2
+_FORMAT, _VERSION = "pipecut training plan", 3
 _BY_STAGE = (
     *("forward", "backward_input", "backward_weight"),
     *("memory_forward", "memory_backward_input", "memory_backward_weight"),
 )
+_COLLECTIVES = ("unshard", "reduce_grad")
 
 
 def write_plan(plan: TrainingPlan, path: Path) -> None:
@@ -40,8 +42,11 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         "recompute": plan.recompute,
         "cuts": list(plan.cuts),
         "memory": list(plan.memory),
+        "layout": asdict(plan.layout),
         "balance": plan.balance,
         "alternatives": [asdict(each) for each in plan.alternatives],
+        "factorisations": [asdict(each) for each in plan.factorisations],
+        "left out": list(plan.left_out),
         "schedule": {
             "name": scheduled.name,
             "rank of each stage": list(scheduled.placement.rank_of),
@@ -56,7 +61,8 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
             "link": {"latency": costs.transfer.latency, "bandwidth": costs.transfer.bandwidth},
             "message_bytes": [[*edge, size] for edge, size in costs.message_bytes.items()],
             "tie_bytes": list(costs.tie_bytes or ()),
-        },
+        }
+        | {op.name.lower(): list(times) for op, times in costs.collective_times(scheduled).items()},
     }
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -119,20 +125,21 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
     for name, check in _CHECKS.items():
         if not check.holds(content[name], plan):
             raise InputError(f"{name!r} is {content[name]!r} and not {check.what}")
-    batch, microbatch = content["batch"], content["microbatch"]
+    layout = Layout(**content["layout"])
+    batch, microbatch = content["batch"] // layout.replicas, content["microbatch"]
     if batch < plan.microbatches or largest_microbatch(batch, plan.microbatches) != microbatch:
         raise InputError(f"{batch} samples in microbatches of {microbatch} are not the schedule's {plan.microbatches}")
     return TrainingPlan(
         model_name=made_for["class"],
         fingerprint=made_for["fingerprint"],
-        batch=batch,
+        batch=content["batch"],
         microbatch=microbatch,
         recompute=content["recompute"],
         cuts=tuple(content["cuts"]),
         report=simulate(
             plan,
             Costs(
-                **{name: costs[name] for name in _BY_STAGE},
+                **{name: costs[name] for name in (*_BY_STAGE, *_COLLECTIVES)},
                 full_backward=costs.get("full_backward"),
                 transfer=Link(**costs["link"]),
                 message_bytes={(maker, user): size for maker, user, size in costs["message_bytes"]},
@@ -140,13 +147,17 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
             ),
         ),
         memory=tuple(content["memory"]),
+        layout=layout,
         balance=content["balance"],
         alternatives=tuple(_alternative(**each) for each in content["alternatives"]),
+        factorisations=tuple(_alternative(**each) for each in content["factorisations"]),
+        left_out=tuple(content["left out"]),
         source=source,
     )
 
 
 def _alternative(choice: dict[str, Any], memory: list[float] | None, **others: Any) -> Alternative:
+    choice["layout"] = Layout(**choice["layout"])
     return Alternative(Choice(**choice), memory=None if memory is None else tuple(memory), **others)
 
 
@@ -175,8 +186,23 @@ def _are_alternatives(value: Any, plan: Plan) -> bool:
 
 
 def _is_alternative(entry: dict[str, Any]) -> bool:
-    numbers = [entry.get("step_time"), entry.get("bubble"), *(entry.get("memory") or ())]
+    numbers = [entry.get("step_time"), entry.get("bubble"), entry.get("collectives"), *(entry.get("memory") or ())]
     return isinstance(entry.get("reason"), str) and all(number is None or _is_size(number) for number in numbers)
+
+
+def _is_layout(value: Any, plan: Plan) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"ranks", "replicas", "wrapper", "inner"}
+        and _is_count(value["replicas"], plan)
+        and value["ranks"] == value["replicas"] * plan.ranks
+        and value["inner"] in ("dp", "pp")
+        and (value["wrapper"] in WRAPPERS) == (value["replicas"] > 1)
+    )
+
+
+def _are_texts(value: Any, plan: Plan) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _is_size(value: Any) -> bool:
@@ -197,8 +223,11 @@ _CHECKS = {
     "recompute": _Check("true or false", lambda value, plan: isinstance(value, bool)),
     "cuts": _Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
     "memory": _Check("a list with the bytes of each rank", _are_sizes),
+    "layout": _Check("a layout of pipelines with the ranks of the schedule", _is_layout),
     "balance": _Check("a text", lambda value, plan: isinstance(value, str)),
     "alternatives": _Check("a list of alternatives", _are_alternatives),
+    "factorisations": _Check("a list of alternatives", _are_alternatives),
+    "left out": _Check("a list of texts", _are_texts),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,13 +20,15 @@ from ..split import Chain, SplitPlan, cut_trace, dominant_block, mean_of
 from ..text import counted
 from .candidate import Candidate, make_candidate, no_fit_error
 from .choices import Choice, in_flight, no_size_error
-from .costs import StageCosts
+from .costs import FreeCuts, StageCosts
 from .group import on_all_ranks, on_each_rank, on_first_rank
 from .measure import StageBenchmark, StageTimes
+from .replicas import Layout
 from .training_plan import Alternative
 
 _T = TypeVar("_T")
 
+_PROBE = "1F1B"  # the schedule by which numbers of pipelines are compared first
 _BEST = 3  # candidates whose stages are measured, and for which a schedule of their own is searched
 
 
@@ -48,17 +51,20 @@ class _Selection:
     report: Report
     memory: tuple[float, ...]
     alternatives: tuple[Alternative, ...]
+    factorisations: tuple[Alternative, ...]
     balance: str
     dominant_block: str | None  # the block that makes the cut uneven, in words
 
 
 @dataclass
 class Ranking:
-    """Candidates of all choices, sorted by time. `chains` are the costs of a microbatch, by its size."""
+    """Candidates of all choices, sorted by time. `chains` are the costs of a microbatch, by its size.
+
+    Speeds and limits are those of all ranks.
+    """
 
     choices: Sequence[Choice]
     chains: Mapping[int, Chain]
-    ranks: int
     speeds: Sequence[float] | None
     limits: Sequence[float] | None
     remedies: Sequence[str]
@@ -69,21 +75,46 @@ class Ranking:
     def try_all(self) -> list[_CandidateCut]:
         """Make all candidates, and return the cuts of the best."""
         problems: list[PipeError] = []
-        stages: dict[tuple[int, bool], StageCosts] = {}
-        for choice in self.choices:
-            self.progress(f"{choice.schedule}, {choice.microbatches} microbatches of {choice.microbatch}")
-            key = choice.microbatch, choice.recompute
-            stages[key] = stages.get(key) or StageCosts(self.chains[choice.microbatch], choice.recompute)
+        source = _StageCostsSource(self.chains)
+        for choice in self._by_bound(source):
+            self.progress(_words(choice))
+            layout = choice.layout
             try:
-                self.candidates.append(make_candidate(choice, stages[key], self.ranks, self.speeds, self.limits))
+                limits, speeds = layout.least(self.limits), layout.least(self.speeds)
+                self.candidates.append(make_candidate(choice, source.of(choice), speeds, limits))
             except (SplitError, PlanError) as error:
                 needs = error.needs if isinstance(error, TooLittleMemoryError) else None
                 self.alternatives.append(Alternative(choice, None, None, needs, str(error)))
-                problems.append(error)
+                problems.append(_of_all_ranks(error, layout))
         if not self.candidates:
             raise no_fit_error(problems, self.limits, self.remedies)
         self.candidates.sort(key=lambda each: each.step_time)
         return [_cut_of(each) for each in self.candidates[:_BEST]]
+
+    def _by_bound(self, source: _StageCostsSource) -> Iterator[Choice]:
+        """Yield the choices; of several numbers of pipelines, those whose work alone takes less than the best.
+
+        First comes one schedule for all numbers of pipelines, so that each has its best time in the table, then the
+        others, each with the least work first.
+        """
+        counts = {choice.layout.replicas for choice in self.choices}
+        if len(counts) == 1:
+            yield from self.choices
+            return
+        names = [choice.schedule for choice in self.choices]
+        probe = _PROBE if _PROBE in names else names[0]
+        bounds = {choice: source.least_time(choice, self.speeds) for choice in self.choices}
+        for choice in sorted(self.choices, key=lambda choice: (choice.schedule != probe, bounds[choice])):
+            rivals = [
+                each.step_time
+                for each in self.candidates
+                if choice.schedule != probe or each.choice.layout.replicas == choice.layout.replicas
+            ]
+            if bounds[choice] < min(rivals, default=math.inf):
+                yield choice
+                continue
+            reason = f"its work alone takes {1000 * bounds[choice]:.4g} ms on each rank"
+            self.alternatives.append(Alternative(choice, None, None, None, reason))
 
     def drop_sizes(self, failed: Mapping[int, str]) -> list[_CandidateCut]:
         """Drop candidates with sizes of microbatches for which stages failed; return the cuts of the best others."""
@@ -98,7 +129,8 @@ class Ranking:
         """Give the best candidates the measured times of their stages, and correct the others by the median ratio."""
         measured = []
         for candidate, each in zip(self.candidates, times, strict=False):
-            speed_of = [1.0 if speeds is None else speeds[rank] for rank in candidate.plan.placement.rank_of]
+            own = candidate.choice.layout.least(speeds)
+            speed_of = [1.0 if own is None else own[rank] for rank in candidate.plan.placement.rank_of]
             measured.append(candidate.with_times(each, speed_of))
         slowdown = statistics.median(
             one.step_time / other.step_time for one, other in zip(measured, self.candidates, strict=False)
@@ -116,7 +148,15 @@ class Ranking:
         ]
         found = sorted([*self.alternatives, *slower], key=lambda each: each.step_time or float("inf"))
         words = best.cut.summary, dominant_block(best.cut)
-        return _Selection(best.choice, best.labels, best.report, best.memory, tuple(found), *words)
+        each = self._factorisations(best, found)
+        return _Selection(best.choice, best.labels, best.report, best.memory, tuple(found), each, *words)
+
+    def _factorisations(self, best: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+        """Return the best plan for each number of pipelines, or the reason why there is none."""
+        first = {best.choice.layout.replicas: Alternative.of(best, "taken")}
+        for each in others:
+            first.setdefault(each.choice.layout.replicas, each)
+        return tuple(first[count] for count in sorted(first)) if len(first) > 1 else ()
 
     def _with_searched_schedules(self, time_budget: float) -> Candidate:
         best = self.candidates[0]
@@ -133,8 +173,9 @@ class Ranking:
 
     def _searched(self, candidate: Candidate, seconds: float) -> Candidate | None:
         room = None
-        if self.limits is not None:
-            room = [limit - constant for limit, constant in zip(self.limits, candidate.constant, strict=True)]
+        limits = candidate.choice.layout.least(self.limits)
+        if limits is not None:
+            room = [limit - constant for limit, constant in zip(limits, candidate.constant, strict=True)]
         try:
             found = search_schedule(
                 ranks=candidate.plan.ranks,
@@ -151,7 +192,44 @@ class Ranking:
         return candidate.with_plan(found.plan)
 
     def _fits(self, candidate: Candidate) -> bool:
-        return all(candidate.memory[rank] <= limit for rank, limit in enumerate(self.limits or ()))
+        limits = candidate.choice.layout.least(self.limits) or ()
+        return all(candidate.memory[rank] <= limit for rank, limit in enumerate(limits))
+
+
+class _StageCostsSource:
+    """Makes the costs of stages for choices, once for those that share them."""
+
+    def __init__(self, chains: Mapping[int, Chain]) -> None:
+        self.chains = chains
+        self._known: dict[tuple[int, bool, Layout], StageCosts] = {}
+        self._cuts: dict[tuple[int, bool, float], FreeCuts] = {}
+
+    def of(self, choice: Choice) -> StageCosts:
+        """Return the costs of the stages of a choice."""
+        size, again, layout = key = choice.microbatch, choice.recompute, choice.layout
+        if key not in self._known:
+            chain = self.chains[size]
+            cuts = self._cuts.setdefault((size, again, layout.machine(chain.machine).link_bandwidth), {})
+            self._known[key] = StageCosts(chain, again, layout, cuts)
+        return self._known[key]
+
+    def least_time(self, choice: Choice, speeds: Sequence[float] | None) -> float:
+        """Return a time that no schedule of a choice can beat: its computations, spread over all ranks evenly."""
+        chain, own = self.chains[choice.microbatch], choice.layout.least(speeds)
+        work = sum(each.total + each.forward * choice.recompute for each in chain.times)
+        return choice.microbatches * work / (choice.layout.depth if own is None else sum(own))
+
+
+def _words(choice: Choice) -> str:
+    copies = "" if choice.layout.replicas == 1 else f"{choice.layout.replicas} pipelines of "
+    return f"{copies}{choice.schedule}, {choice.microbatches} microbatches of {choice.microbatch}"
+
+
+def _of_all_ranks(error: PipeError, layout: Layout) -> PipeError:
+    """Return the error with the needs of all ranks, which are then comparable between layouts."""
+    if layout.replicas == 1 or not isinstance(error, TooLittleMemoryError):
+        return error
+    return TooLittleMemoryError(str(error), [error.needs[layout.place(rank)] for rank in range(layout.ranks)])
 
 
 def _cut_of(candidate: Candidate) -> _CandidateCut:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..run import digest
-from ..split import MachineLike, machine_of
+from ..split import MachineLike, default_machine, machine_of
 from ..text import Memory, dtype_name, parse_memory
 from .candidate import memory_remedies
 from .choices import (
@@ -32,6 +32,7 @@ from .choices import (
 from .costs import CostSource
 from .group import check_member, check_same_facts, on_each_rank, on_first_rank
 from .ranking import Ranking, measure_best, measure_cut
+from .replicas import checked_wrappers, layouts, replica_counts
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -50,6 +51,8 @@ def plan(
     recompute: bool | Literal["auto"] = "auto",
     speeds: Sequence[float] | None = None,
     machine: MachineLike | None = None,
+    replicas: int | Literal["auto"] = 1,
+    wrapper: Literal["auto", "ddp", "fully_shard"] = "auto",
     cost: Literal["analytic", "measured"] = "analytic",
     time_budget: float = 5.0,
     progress: Callable[[str], None] | None = None,
@@ -66,6 +69,12 @@ def plan(
     `microbatch` is the size of the largest microbatch, or several such sizes to choose from. A batch need not be a
     multiple of its microbatches: 10 samples in 4 of them are 3, 3, 2 and 2, and each is priced as the largest. Sizes
     that the model cannot run are left out, and the table says why.
+
+    `replicas` pipelines run side by side, each on its part of the ranks and of the batch; "auto" tries all numbers that
+    divide both, and prints a table of them. Their stages are copies under DistributedDataParallel, or shards under
+    `fully_shard`, by `wrapper`. The time of their collectives is that of rings over the slowest link between the
+    copies of a stage: within a host of the machine's `ranks_per_host`, or between hosts. `build()` makes the process
+    groups and wraps the stages.
 
     With a `group` all its ranks call this, and get the same plan: they measure at the same time, as they will compute
     at the same time, and measure the link between them. The first of them searches.
@@ -86,23 +95,37 @@ def plan(
         if cost == "measured":
             _check_measurable(ranks, group)
         names, limits = known_schedules(schedules), parse_memory(memory, ranks)
+        counts, uneven = replica_counts(replicas, ranks, batch)
+        wrappers = checked_wrappers(wrapper)
+        _check_speeds(speeds, ranks, counts)
         source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
         report("tracing the model")
         traced = ModelTracer("auto", *source).trace()
-        counts = microbatch_counts(traced, microbatch, batch, ranks)
-        choices = all_choices(names, counts, batch, recompute_options(traced, recompute))
-        return _search_space(source, traced, [*choices], batch, limits)
+        again = recompute_options(traced, recompute)
+        links = machine_of(machine) or default_machine(traced)
+        choices: list[Choice] = []
+        for count in counts:
+            part = batch // count
+            try:
+                sizes = microbatch_counts(traced, _fitting(microbatch, part), part, ranks // count)
+            except InputError as error:
+                if len(counts) == 1:
+                    raise
+                uneven[count] = str(error)
+                continue
+            choices += all_choices(names, sizes, part, again, layouts(ranks, count, wrappers, links))
+        return _search_space(source, traced, choices, batch, limits, uneven)
 
     space = on_each_rank(group, prepare)
     example = space.source[1:]
     request: dict[str, object] = {"ranks": ranks, "batch": batch, "cost": cost, "schedules": schedules}
     request |= {"memory": space.limits, "microbatch": space.sizes, "recompute": recompute, "speeds": speeds}
-    request |= {"time_budget": time_budget, "machine": machine}
+    request |= {"time_budget": time_budget, "machine": machine, "replicas": replicas, "wrapper": wrapper}
     check_same_facts(group, lambda: _facts_of(request, space.traced, space.source))
     costs = CostSource(machine_of(machine), cost == "measured", ranks, group)
     chains = costs.chains(space.traced, space.sizes, *example, report)
     dropped = [Alternative(choice, None, None, None, why) for choice, why in space.dropped.items()]
-    ranking = Ranking(space.choices, chains, ranks, speeds, space.limits, space.remedies, report, alternatives=dropped)
+    ranking = Ranking(space.choices, chains, speeds, space.limits, space.remedies, report, alternatives=dropped)
     best_cuts = on_first_rank(group, ranking.try_all)
     if cost == "measured":
         measure = functools.partial(measure_cut, space.traced, *example, group, report)
@@ -120,7 +143,10 @@ def plan(
         cuts=best.labels,
         report=best.report,
         memory=best.memory,
+        layout=best.choice.layout,
         alternatives=best.alternatives,
+        factorisations=best.factorisations,
+        left_out=tuple(f"{count} pipelines: {why}" for count, why in sorted(space.uneven.items())),
         balance=f"{best.balance}, by {cost} times on {next(iter(chains.values())).machine.name}",
         source=space.source,
     )
@@ -139,6 +165,7 @@ class _SearchSpace:
     dropped: Mapping[Choice, str]
     limits: Sequence[float] | None
     remedies: Sequence[str]
+    uneven: Mapping[int, str]  # numbers of pipelines that the batch cannot be divided among
 
     @property
     def sizes(self) -> list[int]:
@@ -147,17 +174,35 @@ class _SearchSpace:
 
 
 def _search_space(
-    source: Source, traced: TracedModel, choices: Sequence[Choice], batch: int, limits: Sequence[float] | None
+    source: Source,
+    traced: TracedModel,
+    choices: Sequence[Choice],
+    batch: int,
+    limits: Sequence[float] | None,
+    uneven: Mapping[int, str],
 ) -> _SearchSpace:
     """Separate the choices that the model can run from the others; raise if there are none."""
-    sizes = {choice: {choice.microbatch, batch // choice.microbatches} for choice in choices}
+    sizes = {choice: {choice.microbatch, batch // choice.layout.replicas // choice.microbatches} for choice in choices}
     failing = failing_sizes(traced, source, set().union(*sizes.values()))
     dropped = {choice: failing[size] for choice, each in sizes.items() for size in sorted(each) if size in failing}
     left = [choice for choice in choices if choice not in dropped]
     if not left:
-        raise no_size_error(dropped.values())
+        raise no_size_error([*dropped.values(), *uneven.values()])
     remedies = memory_remedies(left, True in recompute_options(traced, "auto"))
-    return _SearchSpace(source, traced, left, dropped, limits, remedies)
+    return _SearchSpace(source, traced, left, dropped, limits, remedies, uneven)
+
+
+def _fitting(microbatch: int | Sequence[int] | None, batch: int) -> int | Sequence[int] | None:
+    """Return those of several sizes that are not larger than the batch of a pipeline; all if that leaves none."""
+    if not isinstance(microbatch, list | tuple):
+        return microbatch
+    return [size for size in microbatch if not isinstance(size, int) or size <= batch] or microbatch
+
+
+def _check_speeds(speeds: Sequence[float] | None, ranks: int, counts: Sequence[int]) -> None:
+    """Raise if speeds are not those of all ranks; with one pipeline the balance checks them."""
+    if speeds is not None and len(speeds) != ranks and max(counts) > 1:
+        raise InputError(f"speeds has {len(speeds)} values, and there are {ranks} ranks: give one for each rank")
 
 
 def _check_mode() -> None:

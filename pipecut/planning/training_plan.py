@@ -19,12 +19,15 @@ from ..errors import InputError, SplitError
 from ..pipe import Pipe, check_is_uncut_model
 from ..pipe_ir import Dynamic, ModelTracer, TracedModel
 from ..run import PlannedSchedule
-from ..schedule import Plan, Report, drop_reduce_ties, lower_bound, problem_for
+from ..schedule import Plan, Report, lower_bound, problem_for
 from ..split import SplitPlan, chain_of, changed_state, cut_model
-from ..text import format_bytes
+from ..text import counted, format_bytes
+from ..training import TrainingMesh, device_mesh
 from .candidate import Candidate
 from .choices import Choice, Source
+from .costs import computations_of
 from .measure import checkpoint_forward
+from .replicas import Layout
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class TrainingPlan:
     """Plan for training a model. `report` is the simulated step, in seconds and bytes; `memory` the bytes per rank.
 
     `microbatch` is the number of samples in the largest of the microbatches; the others may have one less.
-    `balance` says how even the cut is.
+    `balance` says how even the cut is. `layout` has the pipelines that run side by side: report and memory are those of
+    one of them, whose batch is `batch / replicas`; `factorisations` has the best plan for each number of them.
     Print it for a table. `source` is the model and the example inputs, which a file does not hold.
     """
 
@@ -44,7 +48,10 @@ class TrainingPlan:
     cuts: tuple[str, ...]
     report: Report
     memory: tuple[float, ...]
+    layout: Layout
     alternatives: tuple[Alternative, ...] = ()
+    factorisations: tuple[Alternative, ...] = ()
+    left_out: tuple[str, ...] = ()
     balance: str = ""
     source: Source | None = field(default=None, repr=False, compare=False)
 
@@ -55,7 +62,13 @@ class TrainingPlan:
 
     @property
     def ranks(self) -> int:
-        return self.report.plan.ranks
+        """Return the number of ranks, of all pipelines together."""
+        return self.layout.ranks
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of pipelines."""
+        return self.layout.replicas
 
     @property
     def microbatches(self) -> int:
@@ -82,20 +95,44 @@ class TrainingPlan:
         dynamic: Dynamic | None = None,
         **options: Any,
     ) -> PlannedSchedule:
-        """Return the schedule of a rank with its stages; without a rank, that of all ranks in this process.
+        """Return the schedule of a rank with its stages; without a rank, that of one pipeline in this process.
 
-        `dynamic` are sizes that change from call to call, as for `pipeline`; `options` go to the schedule.
+        `dynamic` are sizes that change from call to call, as for `pipeline`; `options` go to the schedule. In a plan of
+        several pipelines all ranks of the job call this: it makes their process groups, and wraps the stages. Each
+        pipeline takes its part of the batch, `data_rank(rank)` of `replicas`.
         """
         if rank is not None and (isinstance(rank, bool) or rank not in range(self.ranks)):
             raise InputError(f"rank {rank!r} is not one of the plan's ranks, 0 to {self.ranks - 1}")
         pipe = self.pipe(model, dynamic)
-        held = range(pipe.num_stages) if rank is None else self.schedule_plan.placement.stages_of[rank]
-        stages = [pipe.build_stage(index, device, group) for index in held]
         if self.recompute:
             _check_runs_twice(pipe.traced)
-            for stage in stages:
+        mesh = None if rank is None or self.replicas == 1 else self._mesh(rank, group)
+        place = None if rank is None else self.layout.place(rank)
+        held = range(pipe.num_stages) if place is None else self.schedule_plan.placement.stages_of[place]
+        stages = [pipe.build_stage(index, device, group if mesh is None else mesh.pp_group) for index in held]
+        for stage in stages:
+            if self.recompute:
                 checkpoint_forward(stage.submod)
-        return PlannedSchedule(stages, drop_reduce_ties(self.schedule_plan), loss_fn, **options)
+            if mesh is not None:
+                stage.submod = _wrapped(stage.submod, self.layout, mesh)
+        return PlannedSchedule(stages, computations_of(self.schedule_plan), loss_fn, **options)
+
+    def data_rank(self, rank: int) -> int:
+        """Return the part of the batch that the pipeline of a rank takes, of `replicas`."""
+        return rank % self.replicas if self.layout.inner == "dp" else rank // self.layout.depth
+
+    def _mesh(self, rank: int, group: dist.ProcessGroup | None) -> TrainingMesh:
+        layout = self.layout
+        if group is not None or not dist.is_initialized() or dist.get_rank() != rank:
+            raise InputError(
+                f"a plan of {layout.replicas} pipelines makes the groups of all its {layout.ranks} ranks: call "
+                "build(rank, device) without a group, in every process of a job of as many, with the rank that "
+                "torch.distributed.get_rank() returns"
+            )
+        order = ("pp", "dp", "fsdp") if layout.inner == "dp" else ("dp", "fsdp", "pp")
+        if layout.wrapper == "ddp":
+            return device_mesh(layout.depth, dp=layout.replicas, order=order)
+        return device_mesh(layout.depth, fsdp=layout.replicas, order=order)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; the model and the inputs stay outside."""
@@ -136,18 +173,41 @@ class Alternative:
     bubble: float | None
     memory: tuple[float, ...] | None
     reason: str
+    collectives: float | None = None  # the part of the step that a rank spends in those over copies, at the most
 
     @classmethod
     def of(cls, candidate: Candidate, reason: str) -> Alternative:
         """Return the alternative for a candidate that was not chosen."""
         bubble = candidate.report.bubble_rate_makespan
-        return cls(candidate.choice, candidate.step_time, bubble, candidate.memory, reason)
+        return cls(
+            candidate.choice, candidate.step_time, bubble, candidate.memory, reason, collectives=candidate.collectives
+        )
 
 
 def fingerprint(model: nn.Module) -> str:
     """Return a digest of an architecture: names, shapes and dtypes of all parameters. Files of plans hold it."""
     facts = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in model.named_parameters()]
     return hashlib.sha256("\n".join([type(model).__name__, *facts]).encode()).hexdigest()[:16]
+
+
+def _wrapped(module: nn.Module, layout: Layout, mesh: TrainingMesh) -> nn.Module:
+    """Return a stage's module as a copy or a shard of its copies."""
+    if layout.wrapper == "fully_shard":
+        from torch.distributed.fsdp import fully_shard  # slow to import
+
+        fully_shard(module, mesh=mesh["fsdp"])
+        return module
+    empty = next((name for name, each in module.named_parameters() if each.is_meta), None)
+    if empty is not None:
+        raise InputError(
+            f"DistributedDataParallel copies values, and {empty} is on the meta device, without values: give build() a "
+            "model= with values, or plan with wrapper='fully_shard'"
+        )
+    from torch.nn.parallel import DistributedDataParallel
+
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    group = mesh["dp"].get_group()
+    return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True) if trains else module
 
 
 def _check_runs_twice(traced: TracedModel) -> None:
@@ -196,8 +256,8 @@ def _plan_table(plan: TrainingPlan) -> str:
     scheduled = plan.schedule_plan
     again = ", activations computed again" if plan.recompute else ""
     console.print(
-        f"{plan.model_name} on {plan.ranks} ranks: {scheduled.name}, {plan.microbatches} microbatches of "
-        f"{plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms per step, bubble "
+        f"{plan.model_name} on {plan.ranks} ranks: {_copies(plan)}{scheduled.name}, {plan.microbatches} microbatches "
+        f"of {plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms per step, bubble "
         f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}",
         highlight=False,
         soft_wrap=True,
@@ -208,8 +268,12 @@ def _plan_table(plan: TrainingPlan) -> str:
         console.print(
             f"  stage {stage} begins at {label}, on rank {scheduled.placement.rank_of[stage]}", highlight=False
         )
+    if plan.factorisations:
+        console.print(_table("pipelines side by side, the best plan for each number of them", plan.factorisations))
+    for line in plan.left_out:
+        console.print(f"  not tried: {line}", highlight=False, soft_wrap=True)
     if plan.alternatives:
-        console.print(_alternatives(plan))
+        console.print(_table("alternatives", plan.alternatives))
     return out.getvalue().rstrip()
 
 
@@ -233,28 +297,41 @@ def _sums(plan: TrainingPlan) -> str:
     return f"\nof the step, {1000 * total:.4g} ms are sums of gradients that ranks share" if total else ""
 
 
-def _alternatives(plan: TrainingPlan) -> Table:
-    table = Table(
-        "schedule",
-        "microbatches",
-        "recompute",
-        "step, ms",
-        "bubble",
-        "peak memory",
-        "why it lost",
-        title="alternatives",
+def _copies(plan: TrainingPlan) -> str:
+    """Return the pipelines in words, if there are several."""
+    layout = plan.layout
+    if layout.replicas == 1:
+        return ""
+    near = "copies of a stage" if layout.inner == "dp" else "ranks of a pipeline"
+    return (
+        f"{layout.replicas} pipelines of {counted(layout.depth, 'rank')} under {layout.wrapper}, {near} on "
+        f"neighbouring ranks, each for {plan.batch // layout.replicas} samples: "
     )
-    for each in plan.alternatives[:_MOST_ROWS]:
+
+
+def _table(title: str, rows: Sequence[Alternative]) -> Table:
+    """Return the table of some choices; pipelines and collectives are in it if one has several."""
+    copied = any(each.choice.layout.replicas > 1 for each in rows)
+    names = ["schedule", "microbatches", "recompute", "step, ms", "bubble", "peak memory"]
+    columns = ["pipelines", *names, "collectives"] if copied else names
+    table = Table(*columns, "why it lost", title=title)
+    for each in rows[:_MOST_ROWS]:
         table.add_row(
+            *([_pipelines(each.choice.layout)] if copied else []),
             *_words(each.choice),
             "-" if each.step_time is None else f"{1000 * each.step_time:.4g}",
             "-" if each.bubble is None else f"{each.bubble:.1%}",
             "-" if each.memory is None else format_bytes(max(each.memory)),
+            *(["-" if each.collectives is None else f"{each.collectives:.1%}"] if copied else []),
             each.reason,
         )
-    if len(plan.alternatives) > _MOST_ROWS:
-        table.caption = f"and {len(plan.alternatives) - _MOST_ROWS} more"
+    if len(rows) > _MOST_ROWS:
+        table.caption = f"and {len(rows) - _MOST_ROWS} more"
     return table
+
+
+def _pipelines(layout: Layout) -> str:
+    return f"{layout.replicas} x {layout.depth}" + (f", {layout.wrapper}" if layout.wrapper else "")
 
 
 def _words(choice: Choice) -> tuple[str, str, str]:

@@ -6,6 +6,7 @@ the executor (executor.py), which has a handler for each kind of action.
 """
 
 from .agreement import Agreement as Agreement
+from .assembly import MAX_HELD as MAX_HELD
 from .calls import cut_by_hand as cut_by_hand
 from .calls import cut_traced as cut_traced
 from .connection import CLIP as CLIP

@@ -18,7 +18,7 @@ from .runner import LocalRunner, RankRunner, Runner
 from .ties import DistributedTies, LocalTies, Tie, TiedGradients
 from .transport import Transport
 
-_MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
+MAX_HELD = 3  # stages whose parameters a rank holds gathered: the one that it runs, and those to come
 _Stages = Mapping[int, PipelineStage]
 
 
@@ -50,7 +50,7 @@ class Assembly:
     def _lowered(self, plan: Plan) -> Plan:
         """Lower a plan, with sharding where a stage of this rank has copies; messages stay the same."""
         has_copies = any(stage.replica.is_reduced for stage in self.stages)
-        return plan.lower(max_held=_MAX_HELD if has_copies else None)
+        return plan.lower(max_held=MAX_HELD if has_copies else None)
 
     def _executors(self, plan: Plan) -> list[Executor]:
         """Make an executor for each rank that is here."""

@@ -30,6 +30,7 @@ from .lower import add_bubbles as add_bubbles
 from .lower import add_reduce_grad as add_reduce_grad
 from .lower import add_reduce_ties as add_reduce_ties
 from .lower import add_transfers as add_transfers
+from .lower import add_unshard_reshard as add_unshard_reshard
 from .lower import drop_bubbles as drop_bubbles
 from .lower import drop_reduce_ties as drop_reduce_ties
 from .lower import shard_row as shard_row

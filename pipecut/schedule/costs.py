@@ -45,6 +45,7 @@ _MessageBytes = float | Mapping[_Pair, float]  # for all messages, or by (maker 
 
 TIMES = ("forward", "backward_input", "backward_weight", "full_backward")
 MEMORY = ("memory_forward", "memory_backward_input", "memory_backward_weight")
+COLLECTIVES = ("unshard", "reduce_grad")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class Costs:
     `tie_bytes` are the sizes of the gradients that stages share, by the number of the tie; `tie_messages` says which
     messages their sum takes. Without it these sums take no time.
 
+    `unshard` and `reduce_grad` are the times of the collectives over the copies of a stage, once per UNSHARD and
+    REDUCE_GRAD of a plan: to gather parameters, which passes beside computations, and to average gradients.
+
     >>> from pipecut.schedule.plan import Plan
     >>> plan = Plan.from_actions({0: ["0F0", "2F0"], 1: ["1F0"]})
     >>> Costs(forward=3).table(plan).time[Op.FORWARD]
@@ -87,9 +91,11 @@ class Costs:
     memory_backward_weight: _PerStage = -1.0
     message_bytes: _MessageBytes | None = None
     tie_bytes: Sequence[float] | None = None
+    unshard: _PerStage = 0.0
+    reduce_grad: _PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in TIMES + MEMORY:
+        for name in TIMES + MEMORY + COLLECTIVES:
             value = getattr(self, name)
             if value is not None or name != "full_backward":
                 object.__setattr__(self, name, _checked(name, value, allow_negative=name in MEMORY))
@@ -125,6 +131,13 @@ class Costs:
                 Op.FULL_BACKWARD: _sums(column["memory_backward_input"], column["memory_backward_weight"]),
             },
         )
+
+    def collective_times(self, plan: Plan) -> dict[Op, tuple[float, ...]]:
+        """Return the times of UNSHARD and REDUCE_GRAD for every stage of a plan."""
+        return {
+            Op.UNSHARD: _by_stage("unshard", self.unshard, plan),
+            Op.REDUCE_GRAD: _by_stage("reduce_grad", self.reduce_grad, plan),
+        }
 
     def message_time(self, placement: Placement, op: Op, stage: int, other: int) -> float:
         """Return the time of a SEND_F or SEND_B from a stage to another; a gradient has the size of its activation."""

@@ -2,9 +2,10 @@
 
 A rank runs its actions in order. A computation starts when its rank is free and the values of other ranks have arrived.
 A message leaves at the end of the computation that makes it or, in a plan with transfers, at the turn of its send, and
-travels while both ranks go on. Receives are taken to be posted in time. Transfers, sharding and reductions take no time
-of a rank, but the sum of a tie waits for the last of its ranks, and takes as long as its messages if their sizes are
-known.
+travels while both ranks go on. Receives are taken to be posted in time. Transfers take no time of a rank, but the sum
+of a tie waits for the last of its ranks, and takes as long as its messages if their sizes are known. Parameters are
+gathered beside computations, one stage of a rank after the other, and the computations of the stage wait for them; the
+average of gradients over copies takes the time of its rank, and others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -84,6 +85,13 @@ class _Clock:
         self.handlers |= dict.fromkeys((*GIVES, Op.OVERLAP_F_B), self._compute)
         self.handlers |= dict.fromkeys(SENDS, self._send)
         self.handlers[Op.REDUCE_TIES] = self._sum_tie
+        self.collectives = costs.collective_times(plan)
+        self.gathered: dict[int, float] = {}  # when the parameters of each stage are there
+        if any(self.collectives[Op.UNSHARD]):
+            self.handlers |= {Op.UNSHARD: self._gather} | dict.fromkeys(GIVES, self._compute_gathered)
+            self.handlers[Op.OVERLAP_F_B] = self._compute_gathered
+        if any(self.collectives[Op.REDUCE_GRAD]):
+            self.handlers[Op.REDUCE_GRAD] = self._reduce
         self.tie_times = [costs.tie_time(plan, number) for number in range(len(plan.dataflow.ties))]
         self.summed: set[int] = set()
 
@@ -106,6 +114,24 @@ class _Clock:
                 self.makers[message + (microbatch or 0)] = number
         self.free[rank], self.last[rank] = end, number
         self.record.add(rank, action, start, end, before, wait)
+
+    def _gather(self, rank: int, action: Action) -> None:
+        """Begin to gather parameters, after those of the stages before."""
+        own = [self.gathered.get(stage, 0.0) for stage in self.plan.placement.stages_of[rank]]
+        self.gathered[action.stage] = max(self.free[rank], *own) + self.collectives[Op.UNSHARD][action.stage]
+
+    def _compute_gathered(self, rank: int, action: Action) -> None:
+        """Run a computation, once the parameters of its stages are there."""
+        stages = [leaf.stage for leaf in action.parts or (action,)]
+        self.free[rank] = max(self.free[rank], *(self.gathered.get(stage, 0.0) for stage in stages))
+        self._compute(rank, action)
+
+    def _reduce(self, rank: int, action: Action) -> None:
+        """Average gradients over the copies of a stage, which arrive at the same time."""
+        start, number = self.free[rank], len(self.record.actions)
+        self.free[rank] = start + self.collectives[Op.REDUCE_GRAD][action.stage]
+        self.record.add(rank, action, start, self.free[rank], self.last[rank], Wait.RANK)
+        self.last[rank] = number
 
     def _send(self, rank: int, action: Action) -> None:
         first, travel = self.messages.by_ends[action.op, action.stage, action.other_stage]
@@ -130,7 +156,7 @@ class _Clock:
 
 
 def _takes_no_time(rank: int, action: Action) -> None:
-    """Do nothing: for receives, and the sharding and reduction of parameters."""
+    """Do nothing: for receives, and for collectives without a cost."""
 
 
 class _Message(NamedTuple):

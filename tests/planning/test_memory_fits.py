@@ -17,6 +17,7 @@ from pipecut.errors import TooLittleMemoryError
 from pipecut.planning.candidate import Candidate, _least_memory_cut, _RankMemory, make_candidate
 from pipecut.planning.choices import TRAINING, Choice
 from pipecut.planning.costs import StageCosts
+from pipecut.planning.replicas import Layout
 from pipecut.schedule import simulate
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
@@ -100,10 +101,10 @@ def chain(name: str) -> Chain:
 def test_more_memory_never_fits_less(
     name: str, schedule: str, recompute: bool, proportions: tuple[float, float]
 ) -> None:
-    stages, choice = StageCosts(chain(name), recompute), Choice(schedule, 4, 6, recompute)
+    stages, choice = StageCosts(chain(name), recompute), Choice(schedule, 4, 6, recompute, Layout(2))
 
     def cut_for(factor: float) -> Candidate:
-        return make_candidate(choice, stages, 2, None, [factor * each for each in proportions])
+        return make_candidate(choice, stages, None, [factor * each for each in proportions])
 
     with pytest.raises(TooLittleMemoryError) as caught:
         cut_for(1000.0)
@@ -122,7 +123,7 @@ def test_more_memory_never_fits_less(
 @pytest.mark.parametrize("limits", [(1.0, 1.0), (1.0, 3.0)])
 def test_no_cut_is_much_leaner_than_the_leanest(name: str, limits: tuple[float, float]) -> None:
     for recompute, schedule in itertools.product((False, True), ("GPipe", "1F1B", "ZB-H1", "ZB-H2", "ZBVZeroBubble")):
-        plan = Choice(schedule, 4, 6, recompute).plan(2)
+        plan = Choice(schedule, 4, 6, recompute, Layout(2)).plan()
         memory = _RankMemory(plan, StageCosts(chain(name), recompute))
 
         def share(cuts: Any, memory: _RankMemory = memory) -> float:
@@ -138,8 +139,8 @@ def test_no_cut_is_much_leaner_than_the_leanest(name: str, limits: tuple[float, 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_memory_without_a_simulation_is_that_of_the_simulator(schedule: str, recompute: bool) -> None:
     stages = StageCosts(chain("tied"), recompute)
-    choice = Choice(schedule, 4, 8, recompute)
-    candidate = make_candidate(choice, stages, 2, None, None)
+    choice = Choice(schedule, 4, 8, recompute, Layout(2))
+    candidate = make_candidate(choice, stages, None, None)
     memory = _RankMemory(candidate.plan, stages)
     cuts = stages.cuts_of(candidate.cut.plan)
     peaks = simulate(candidate.plan, candidate.report.costs).peak_memory
