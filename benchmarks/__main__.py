@@ -32,6 +32,7 @@ BENCHMARKS = {
     "backward": 120,
     "stepping": 300,
     "prediction": 180,
+    "replicas": 60,
     "balance": 240,
 }
 # Those of `--all`.

@@ -10,7 +10,7 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,12 @@ from pipecut.split.cost.machine import Machine
 from pipecut.split.cut import cut_model
 from pipecut.split.points import SplitPlan
 
-from .measure import Goal, console, show_goals, show_table
+from .measure import Goal, console, show_table, time_left
 
 STAGES = (2, 4, 8)
 LIMIT = 1.10
+OF_THE_GOAL = ("GPT-2", "Llama", "T5", "ViT", "example: U-Net")
+SECONDS_FOR_EACH = 15  # of a further model; it is left out if there is less than that three times over
 ROWS, TOKENS, WIDTH, LAYERS, WORDS = 4, 64, 128, 8, 2048
 LARGE = (50_000, 64)
 
@@ -195,21 +197,23 @@ def _show_large() -> None:
     show_table(f"{count:,} blocks into {stages} stages", ["", "seconds", "bottleneck / mean", "proven best"], rows)
 
 
-def run(rounds: int) -> list[Goal]:
-    """Print the imbalance of every model."""
+def run(rounds: int) -> Iterator[Goal]:
+    """Print the imbalance of the models of the goal, and of others as long as there is time."""
     warnings.filterwarnings("ignore", category=pipecut.PipeWarning)
     _show_large()
-    rows, possible = [], []
-    for subject in subjects():
+    rows, found = [], []
+    for subject in sorted(subjects(), key=lambda subject: subject.name not in OF_THE_GOAL):
+        begin = time.monotonic()
+        if subject.name not in OF_THE_GOAL and time_left() < 3 * SECONDS_FOR_EACH:
+            break
         for texts, expected, measured in _compare(subject, rounds):
             rows.append(texts)
             console.print("  ".join(texts), style="dim")
             if expected <= LIMIT / 1.03:
-                possible.append(measured)
+                found.append(measured)
+                yield Goal(f"{subject.name}, {texts[1]} stages: longest stage / mean", measured, LIMIT)
+        console.print(f"{subject.name} took {time.monotonic() - begin:.0f} s", style="dim")
     columns = ["model", "stages", "expected", "measured costs", "analytic costs", "by layers", "by parameters"]
     show_table("the longest stage / the mean stage, measured", columns, rows)
-    if not possible:
-        return []
-    good = sum(each <= LIMIT for each in possible)
-    console.print(f"{good} of {len(possible)} cuts within {LIMIT}; median {statistics.median(possible):.3f}")
-    return show_goals([Goal("the worst, where a cut that good exists", max(possible), LIMIT)])
+    good = sum(each <= LIMIT for each in found)
+    console.print(f"{good} of {len(found)} cuts within {LIMIT}; median {statistics.median(found):.3f}")

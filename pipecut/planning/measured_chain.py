@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -149,8 +150,10 @@ def _shares(values: Sequence[float]) -> list[float]:
 
 # Refined cuts.
 
-_ROUNDS = 4
+_ROUNDS = 6
 _CLOSE = 1.03  # a longest stage this near to the mean is not worth another round
+_FINALISTS = 3  # cuts whose stages are measured again, in turn
+_SWEEPS = 30
 
 
 def refined_cut(
@@ -163,31 +166,80 @@ def refined_cut(
 ) -> BalancedCut:
     """Return the best of several cuts whose stages were measured.
 
-    The blocks of a stage take another time together than one by one. Their times are scaled to the measured time of
-    the stage, and the chain is cut again, until the cut stays the same.
+    The blocks of a stage take another time together than one by one. Their times are scaled until they add up to the
+    measured times of the stages of all cuts so far, and the chain is cut again, until a cut comes back or its stages
+    are even. The best few are measured once more, in turn, for one of many is the best by chance.
     """
     device = chain.traced.device
     values = example_values(chain.traced, args, kwargs, device)
-    tried: dict[tuple[int, ...], tuple[float, BalancedCut]] = {}
+    tried: dict[tuple[int, ...], _MeasuredCut] = {}
+
+    def measure(cut: BalancedCut) -> None:
+        pipe = cut_trace(chain.traced, cut.plan, Pipe)
+        with torch.random.fork_rng(), torch.enable_grad():
+            times = measure_stages(pipe, values, device)
+        tried.setdefault(cut.plan.ticks, _MeasuredCut(cut, speeds)).runs.append(times)
+
     for _ in range(_ROUNDS):
         found = solve(chain)
         if found.plan.ticks in tried:
             break
-        with torch.random.fork_rng(), torch.enable_grad():
-            measured = measure_stages(cut_trace(chain.traced, found.plan, Pipe), values, device)
-        loads = [times.total / (speeds[rank] if speeds else 1.0) for rank, times in enumerate(measured)]
-        tried[found.plan.ticks] = max(loads), found
-        if max(loads) <= _CLOSE * sum(loads) / len(loads):
-            break
-        chain = _corrected(chain, found.plan.ticks, measured)
-    return min(tried.values(), key=lambda each: each[0])[1]
+        measure(found)
+        if tried[found.plan.ticks].imbalance <= _CLOSE:
+            return found
+        chain = _fitted(chain, list(tried.values()))
+    ranked = sorted(tried.values(), key=lambda each: each.bottleneck)[:_FINALISTS]
+    for each in ranked if len(ranked) > 1 else ():
+        measure(each.cut)
+    return min(ranked, key=lambda each: each.bottleneck).cut
 
 
-def _corrected(chain: Chain, ticks: Sequence[int], measured: Sequence[Times]) -> Chain:
-    """Return the chain with times that add up to the measured times of the stages."""
-    times: list[Times] = []
-    for (begin, end), stage in zip(itertools.pairwise(_block_bounds(chain, ticks)), measured, strict=True):
-        inside = chain.times[begin:end]
-        factor = stage.total / (sum(each.total for each in inside) or stage.total or 1.0)
-        times += [each.scaled(factor, factor, factor) for each in inside]
-    return chain.with_times(times)
+@dataclass(frozen=True)
+class _MeasuredCut:
+    """A cut, and the times of its stages in each measurement."""
+
+    cut: BalancedCut
+    speeds: Sequence[float] | None
+    runs: list[Sequence[Times]] = field(default_factory=list)
+
+    @property
+    def totals(self) -> list[float]:
+        """Return the mean time of each stage."""
+        return [sum(times.total for times in stage) / len(self.runs) for stage in zip(*self.runs, strict=True)]
+
+    @property
+    def _loads(self) -> list[float]:
+        return [total / (self.speeds[rank] if self.speeds else 1.0) for rank, total in enumerate(self.totals)]
+
+    @property
+    def bottleneck(self) -> float:
+        """Return the longest time of a rank."""
+        return max(self._loads)
+
+    @property
+    def imbalance(self) -> float:
+        """Return the longest time of a rank beside the mean."""
+        return self.bottleneck * len(self._loads) / (sum(self._loads) or 1.0)
+
+
+def _fitted(chain: Chain, measured: Sequence[_MeasuredCut]) -> Chain:
+    """Return the chain with times that add up to those of the measured stages, as nearly as all of them together allow.
+
+    The blocks of one stage after the other are scaled to its time, cut after cut, several times over; the last cut has
+    the last word.
+    """
+    totals = [each.total for each in chain.times]
+    scales = [1.0] * len(totals)
+    stages = [
+        (begin, end, time)
+        for each in measured
+        for (begin, end), time in zip(
+            itertools.pairwise(_block_bounds(chain, each.cut.plan.ticks)), each.totals, strict=True
+        )
+    ]
+    for _ in range(_SWEEPS if len(measured) > 1 else 1):
+        for begin, end, time in stages:
+            now = sum(totals[block] * scales[block] for block in range(begin, end))
+            factor = time / (now or time or 1.0)
+            scales[begin:end] = [scale * factor for scale in scales[begin:end]]
+    return chain.with_times([each.scaled(*[scale] * 3) for each, scale in zip(chain.times, scales, strict=True)])

@@ -47,6 +47,8 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         "alternatives": [asdict(each) for each in plan.alternatives],
         "factorisations": [asdict(each) for each in plan.factorisations],
         "left out": list(plan.left_out),
+        "times": plan.times,
+        "executed": list(plan.executed),
         "schedule": {
             "name": scheduled.name,
             "rank of each stage": list(scheduled.placement.rank_of),
@@ -62,7 +64,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
             "message_bytes": [[*edge, size] for edge, size in costs.message_bytes.items()],
             "tie_bytes": list(costs.tie_bytes or ()),
         }
-        | {op.name.lower(): list(times) for op, times in costs.collective_times(scheduled).items()},
+        | {name: getattr(costs, name) for name in _COLLECTIVES},
     }
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -152,6 +154,8 @@ def _plan_of(content: dict[str, Any], source: Source) -> TrainingPlan:
         alternatives=tuple(_alternative(**each) for each in content["alternatives"]),
         factorisations=tuple(_alternative(**each) for each in content["factorisations"]),
         left_out=tuple(content["left out"]),
+        times=content["times"],
+        executed=list(content["executed"]),
         source=source,
     )
 
@@ -224,6 +228,8 @@ _CHECKS = {
     "cuts": _Check("a list with the name of each cut between the stages of the schedule", _are_cuts),
     "memory": _Check("a list with the bytes of each rank", _are_sizes),
     "layout": _Check("a layout of pipelines with the ranks of the schedule", _is_layout),
+    "times": _Check("a text", lambda value, plan: isinstance(value, str)),
+    "executed": _Check("a list of ratios", lambda value, plan: isinstance(value, list) and all(map(_is_size, value))),
     "balance": _Check("a text", lambda value, plan: isinstance(value, str)),
     "alternatives": _Check("a list of alternatives", _are_alternatives),
     "factorisations": _Check("a list of alternatives", _are_alternatives),

@@ -18,9 +18,9 @@ from ..schedule import Costs, Link
 from ..split import TRAINED_MEMORY_FACTOR, Chain, Machine, StageCost
 from ..text import counted, did_you_mean, listed
 
-Wrapper = Literal["", "ddp", "fully_shard"]
-WRAPPERS: tuple[Wrapper, ...] = ("ddp", "fully_shard")
-_NO_WRAPPER: tuple[Wrapper, ...] = ("",)
+_Wrapper = Literal["", "ddp", "fully_shard"]
+WRAPPERS: tuple[_Wrapper, ...] = ("ddp", "fully_shard")
+_NO_WRAPPER: tuple[_Wrapper, ...] = ("",)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Layout:
 
     ranks: int
     replicas: int = 1
-    wrapper: Wrapper = ""
+    wrapper: _Wrapper = ""
     inner: Literal["dp", "pp"] = "dp"
 
     @property
@@ -75,7 +75,7 @@ class Layout:
         return machine.link_bandwidth if is_inside or not machine.network_bandwidth else machine.network_bandwidth
 
 
-def layouts(ranks: int, replicas: int, wrappers: Sequence[Wrapper], machine: Machine) -> Iterator[Layout]:
+def layouts(ranks: int, replicas: int, wrappers: Sequence[_Wrapper], machine: Machine) -> Iterator[Layout]:
     """Yield the layouts of a number of pipelines; those with the same links count once."""
     seen = set()
     for wrapper in wrappers if replicas > 1 else _NO_WRAPPER:
@@ -108,7 +108,7 @@ def replica_counts(replicas: int | Literal["auto"], ranks: int, batch: int) -> t
     return [count for count in divisors if count not in uneven], uneven
 
 
-def checked_wrappers(wrapper: str) -> tuple[Wrapper, ...]:
+def checked_wrappers(wrapper: str) -> tuple[_Wrapper, ...]:
     """Return the wrappers to try; `wrapper` is the option of plan()."""
     if wrapper == "auto":
         return WRAPPERS

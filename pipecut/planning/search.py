@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..run import digest
-from ..split import MachineLike, default_machine, machine_of
+from ..split import Machine, MachineLike, default_machine, machine_of
 from ..text import Memory, dtype_name, parse_memory
 from .candidate import memory_remedies
 from .choices import (
@@ -148,6 +148,7 @@ def plan(
         factorisations=best.factorisations,
         left_out=tuple(f"{count} pipelines: {why}" for count, why in sorted(space.uneven.items())),
         balance=f"{best.balance}, by {cost} times on {next(iter(chains.values())).machine.name}",
+        times=_times_text(next(iter(chains.values())).machine, cost == "measured", group is not None),
         source=space.source,
     )
 
@@ -190,6 +191,16 @@ def _search_space(
         raise no_size_error([*dropped.values(), *uneven.values()])
     remedies = memory_remedies(left, True in recompute_options(traced, "auto"))
     return _SearchSpace(source, traced, left, dropped, limits, remedies, uneven)
+
+
+def _times_text(machine: Machine, measured: bool, together: bool) -> str:
+    """Return how the times of a plan were got, in words."""
+    if measured and together:
+        return "measured together, by all ranks of the group at the same time: parts of the model, then stages"
+    if measured:
+        return "measured alone, in one process: parts of the model one by one, then the stages of the best cuts"
+    source = f" (source: {machine.source})" if machine.source else ""
+    return f"computed from operations and bytes, for {machine}{source}"
 
 
 def _fitting(microbatch: int | Sequence[int] | None, batch: int) -> int | Sequence[int] | None:

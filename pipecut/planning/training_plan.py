@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from ..run import PlannedSchedule
 from ..schedule import Plan, Report, lower_bound, problem_for
 from ..split import SplitPlan, chain_of, changed_state, cut_model
 from ..text import counted, format_bytes
-from ..training import TrainingMesh, device_mesh
 from .candidate import Candidate
 from .choices import Choice, Source
 from .costs import computations_of
 from .measure import checkpoint_forward
 from .replicas import Layout
+
+if TYPE_CHECKING:
+    from ..training import TrainingMesh
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class TrainingPlan:
     `microbatch` is the number of samples in the largest of the microbatches; the others may have one less.
     `balance` says how even the cut is. `layout` has the pipelines that run side by side: report and memory are those of
     one of them, whose batch is `batch / replicas`; `factorisations` has the best plan for each number of them.
+    `times` says how the times were got, and `executed` has the steps that `pipecut.compare` compared with the plan:
+    their executed time as a part of the predicted one.
     Print it for a table. `source` is the model and the example inputs, which a file does not hold.
     """
 
@@ -53,6 +58,8 @@ class TrainingPlan:
     factorisations: tuple[Alternative, ...] = ()
     left_out: tuple[str, ...] = ()
     balance: str = ""
+    times: str = ""
+    executed: list[float] = field(default_factory=list, repr=False, compare=False)
     source: Source | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -78,6 +85,10 @@ class TrainingPlan:
     def step_time(self) -> float:
         """Return the predicted seconds of a step."""
         return self.report.makespan
+
+    def note_executed(self, ratio: float) -> None:
+        """Keep the executed time of a step, as a part of the predicted one; `pipecut.compare` does so."""
+        self.executed.append(ratio)
 
     def pipe(self, model: nn.Module | None = None, dynamic: Dynamic | None = None) -> Pipe:
         """Return the model, cut as planned; `dynamic` are sizes that change from call to call, as for `pipeline`."""
@@ -122,6 +133,8 @@ class TrainingPlan:
         return rank % self.replicas if self.layout.inner == "dp" else rank // self.layout.depth
 
     def _mesh(self, rank: int, group: dist.ProcessGroup | None) -> TrainingMesh:
+        from ..training import device_mesh  # with checkpoints and all that, slow to import
+
         layout = self.layout
         if group is not None or not dist.is_initialized() or dist.get_rank() != rank:
             raise InputError(
@@ -258,7 +271,8 @@ def _plan_table(plan: TrainingPlan) -> str:
     console.print(
         f"{plan.model_name} on {plan.ranks} ranks: {_copies(plan)}{scheduled.name}, {plan.microbatches} microbatches "
         f"of {plan.microbatch}{again}\npredicted: {1000 * plan.step_time:.4g} ms per step, bubble "
-        f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}",
+        f"{plan.report.bubble_rate_makespan:.1%}\n{_bound(plan)}{_sums(plan)}\nbalance of the cut: {plan.balance}"
+        f"\ntimes: {plan.times}; {_worth(plan.executed)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -295,6 +309,14 @@ def _sums(plan: TrainingPlan) -> str:
     scheduled, costs = plan.schedule_plan, plan.report.costs
     total = sum(costs.tie_time(scheduled, number) for number in range(len(scheduled.dataflow.ties)))
     return f"\nof the step, {1000 * total:.4g} ms are sums of gradients that ranks share" if total else ""
+
+
+def _worth(executed: Sequence[float]) -> str:
+    """Return what the prediction has been worth so far, in words."""
+    if not executed:
+        return "no executed step was compared with them yet (pipecut.compare)"
+    steps, middle = counted(len(executed), "step"), statistics.median(executed)
+    return f"{steps} took {min(executed):.2f} to {max(executed):.2f} of the predicted time, {middle:.2f} at the median"
 
 
 def _copies(plan: TrainingPlan) -> str:

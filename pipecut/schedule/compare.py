@@ -64,7 +64,7 @@ def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) 
 
     `executed` is `schedule.trace()` of a step, or those of several ranks: ranks that are in none of them are left out.
     On the others all planned actions must have been executed, in the planned order.
-    Clocks of several machines may differ; on one they do not.
+    Clocks of several machines may differ; on one they do not. A TrainingPlan keeps the ratio, and prints it.
 
     >>> from pipecut.schedule import Costs, plan_for, simulate
     >>> report = simulate(plan_for("1F1B", ranks=2, microbatches=2), Costs())
@@ -86,12 +86,16 @@ def compare(plan: Report | _HasReport, executed: Timeline | Iterable[Timeline]) 
     present = sorted({span.rank for span in seen})
     predicted = [span for span in report.timeline if span.rank in present]
     unit = next((timeline.unit for timeline in timelines if timeline.unit), "")
-    return Comparison(
+    found = Comparison(
         kinds=tuple(_kinds(predicted, seen)),
         ranks=tuple(Line(f"rank {rank}", _length(_of(rank, predicted)), _length(_of(rank, seen))) for rank in present),
         step=Line("step", _length(predicted), _length(seen)),
         unit=unit,
     )
+    note = getattr(plan, "note_executed", None)  # a training plan prints what its times have been worth
+    if note is not None:
+        note(found.step.ratio)
+    return found
 
 
 def _kinds(predicted: list[Span], seen: list[Span]) -> Iterable[Line]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Protocol
 
 from ..errors import PlanError
 from .action import Op
@@ -38,6 +39,19 @@ class Link:
         return self.latency + size / self.bandwidth
 
 
+class HasLink(Protocol):
+    """A machine, which this room knows by its link alone."""
+
+    @property
+    def link_latency(self) -> float: ...
+
+    @property
+    def link_bandwidth(self) -> float: ...
+
+    def linking(self, ranks: int) -> HasLink:
+        """Return it with the link between this many ranks."""
+
+
 _PerStage = float | Sequence[float] | Mapping[int, float]
 _Pair = tuple[int, int]
 _Transfer = float | Link | Mapping[_Pair, float | Link]  # for all pairs of ranks, or by (source rank, target rank)
@@ -45,7 +59,7 @@ _MessageBytes = float | Mapping[_Pair, float]  # for all messages, or by (maker 
 
 TIMES = ("forward", "backward_input", "backward_weight", "full_backward")
 MEMORY = ("memory_forward", "memory_backward_input", "memory_backward_weight")
-COLLECTIVES = ("unshard", "reduce_grad")
+_COLLECTIVES = ("unshard", "reduce_grad")
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ class Costs:
     reduce_grad: _PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in TIMES + MEMORY + COLLECTIVES:
+        for name in TIMES + MEMORY + _COLLECTIVES:
             value = getattr(self, name)
             if value is not None or name != "full_backward":
                 object.__setattr__(self, name, _checked(name, value, allow_negative=name in MEMORY))
@@ -108,6 +122,13 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, dict(value))
+
+    def on(self, machine: HasLink, ranks: int) -> Costs:
+        """Return these costs, in seconds and with `message_bytes`, with a machine's link between so many ranks."""
+        if not callable(getattr(machine, "linking", None)):
+            raise PlanError(f"machine={machine!r}: give a pipecut.Machine, such as pipecut.Machine.named('h100').")
+        linked = machine.linking(ranks)
+        return replace(self, transfer=Link(linked.link_latency, linked.link_bandwidth))
 
     def table(self, plan: Plan) -> CostTable:
         """Return the costs of every stage of a plan."""

@@ -128,9 +128,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         TrainingPlan.load(path, nn.Linear(8, 8), torch.ones(4, 8))
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"version": 99}))
-    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 2"):
+    with pytest.raises(InputError, match=r"has version 99 of the format, and this pipecut reads version 3"):
         TrainingPlan.load(path, model(), torch.ones(4, 8))
-    for version in (True, 2.0, 1):
+    for version in (True, 3.0, 2):
         path.write_text(json.dumps(content | {"version": version}))
         with pytest.raises(InputError, match=rf"has version {version!r} of the format, and this pipecut reads"):
             TrainingPlan.load(path, model(), torch.ones(4, 8))
@@ -156,7 +156,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ({"batch": True}, "'batch' is True and not a number of samples"),
         ({"microbatch": None}, "'microbatch' is None and not a number of samples"),
         ({"microbatch": 0}, "'microbatch' is 0 and not a number of samples"),
-        ({"version": 2, "inputs": [3]}, "'inputs' is [3] and not the shapes of the example by the names of arguments"),
+        ({"version": 3, "inputs": [3]}, "'inputs' is [3] and not the shapes of the example by the names of arguments"),
         ({"inputs": {"input": [None, "8"]}}, "and not the shapes of the example by the names of arguments, with null"),
         ({"model": {"class": 5}}, "'class' is 5 and not a text"),
         ({"model": {"fingerprint": None}}, "'fingerprint' is None and not a text"),

@@ -182,3 +182,33 @@ def test_the_plan_makes_its_groups_itself(four_ranks: Ranks) -> None:
     for text in four_ranks.run(cases.refuses_a_group):
         assert "a plan of 2 pipelines makes the groups of all its 4 ranks" in text
         assert "call build(rank, device) without a group" in text
+
+
+def test_a_plan_says_how_its_times_were_got_and_what_they_were_worth(tmp_path: Path) -> None:
+    net, x = cases.model(), torch.ones(2, cases.WIDTH)
+    found = pipecut.plan(net, x, ranks=2, batch=4, schedules=["1F1B"], machine="a100", time_budget=0.0)
+    assert "times: computed from operations and bytes, for a100: matrix products" in str(found)
+    assert "source: NVIDIA A100 80GB" in str(found)
+    assert "no executed step was compared with them yet (pipecut.compare)" in str(found)
+    pipecut.schedule.compare(found, found.report.timeline)
+    found.note_executed(1.5)
+    assert "2 steps took 1.00 to 1.50 of the predicted time, 1.25 at the median" in str(found)
+    found.save(tmp_path / "plan.json")
+    assert pipecut.TrainingPlan.load(tmp_path / "plan.json", net, x).executed == [1.0, 1.5]
+
+
+def test_a_schedule_for_the_link_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """On two hosts the messages go over the network, which is nine times as slow."""
+    costs = Costs(forward=1e-3, backward_input=1e-3, backward_weight=1e-3, message_bytes=4.5e6)
+    times = {}
+    for ranks in (2, 16):
+        linked = costs.on(Machine.named("h100"), ranks)
+        times[ranks] = linked.transfer.time(4.5e6) - 1e-5  # type: ignore[union-attr]
+    assert times[16] == pytest.approx(9 * times[2])
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "placement": "loop", "chunks": 1, "time_budget": 0.0}
+    plan = pipecut.schedule.auto_schedule(costs=costs, machine=Machine.named("h100"), **options)
+    assert plan == pipecut.schedule.auto_schedule(costs=costs.on(Machine.named("h100"), 2), **options)
+    with pytest.raises(PlanError, match=r"machine='h100': give a pipecut.Machine, such as pipecut.Machine.named"):
+        pipecut.schedule.auto_schedule(costs=costs, machine="h100", **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="give message_bytes too"):
+        pipecut.schedule.auto_schedule(machine=Machine.named("h100"), **options)

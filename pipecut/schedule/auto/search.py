@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from ...errors import PlanError
-from ..costs import Costs, checked_number
+from ..costs import Costs, HasLink, checked_number
 from ..plan import Plan, collector_paused
 from ..simulate import simulate
 from .bound import lower_bound
@@ -32,9 +32,13 @@ def auto_schedule(
     time_budget: float = 10.0,
     seed: int = 0,
     objective: str = "span",
+    machine: HasLink | None = None,
     verbose: bool = True,
 ) -> Plan:
     """Return the plan that `search_schedule` finds; print its time, lower bound and gap unless `verbose=False`.
+
+    `machine`, such as `pipecut.Machine.named("h100")`, has the link between the ranks, over which the `message_bytes`
+    of costs in seconds go; without it the costs say what a transfer takes.
 
     >>> plan = auto_schedule(ranks=2, microbatches=4, memory_limit=2, placement="loop", chunks=1, time_budget=0.2)
     auto (ZB-H1): span 13, lower bound 12, gap 8.33%, bubble 7.69%, peak memory 2
@@ -45,7 +49,7 @@ def auto_schedule(
     found = search_schedule(
         ranks=ranks,
         microbatches=microbatches,
-        costs=costs,
+        costs=costs if machine is None else (costs or Costs()).on(machine, ranks),
         memory_limit=memory_limit,
         placement=placement,
         chunks=chunks,
