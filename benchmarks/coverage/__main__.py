@@ -18,17 +18,23 @@ from rich.table import Table
 
 from .kinds import KINDS, Kind
 from .pool import Job, run_jobs
-from .trial import Trial
+from .trial import Outcome, Trial
 
 COLOURS = {"equal": "green", "error": "yellow", "wrong": "bold red", "not uncut": "dim"}
+UPSTREAM: tuple[Outcome, ...] = ("equal", "ties", "error", "wrong")
 
 
 def main() -> int:
     """Try all models that are asked for; the exit code is 1 if a gradient is wrong."""
     options = _options()
     transformers.logging.set_verbosity_error()
+    if options.json and not options.resume:
+        Path(options.json).unlink(missing_ok=True)
     jobs = [job for kind in KINDS if kind.name in options.kinds for job in _jobs(kind, options.only)]
-    trials: list[Trial] = []
+    written = Path(options.json) if options.json else None
+    trials = _read(written) if options.resume and written else []
+    known = {(trial.kind, trial.model) for trial in trials}
+    jobs = [job for job in jobs if (job.kind.name, job.model_class.__name__) not in known]
     console = Console(width=None if os.isatty(1) else 160)
     with Progress(console=console) as progress:
         task = progress.add_task("models", total=len(jobs))
@@ -41,12 +47,13 @@ def main() -> int:
             with_upstream=options.upstream,
         ):
             trials.append(trial)
+            if written:  # as they come: a run that is ended can go on
+                with written.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(trial)) + "\n")
             progress.update(task, advance=1, description=trial.model)
             if options.verbose and trial.outcome != "equal":
                 progress.console.print(f"{trial.model}: {trial.outcome}: {trial.cause[:1000]}", markup=False)
     _show(console, trials, options.stages, options.schedule)
-    if options.json:
-        Path(options.json).write_text(json.dumps([asdict(trial) for trial in trials], indent=1), encoding="utf-8")
     return int(any(trial.outcome == "wrong" for trial in trials))
 
 
@@ -58,11 +65,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2, help="stages (default: %(default)s)")
     parser.add_argument("--schedule", default="1F1B", help="schedule with one stage per rank (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="limit for one model (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=100.0, help="CPU limit for one model (default: %(default)s)")
     parser.add_argument("--upstream", action="store_true", help="cut by torch.distributed.pipelining too")
-    parser.add_argument("--json", metavar="FILE", help="write the trials into a file")
+    parser.add_argument("--json", metavar="FILE", help="write the trials into a file, one line for each")
+    parser.add_argument("--resume", action="store_true", help="leave out the models that the file has already")
     parser.add_argument("--verbose", action="store_true", help="print each cause in full")
     return parser.parse_args()
+
+
+def _read(file: Path) -> list[Trial]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Trial(**json.loads(line)) for line in lines]
 
 
 def _jobs(kind: Kind, only: Sequence[str]) -> list[Job]:
@@ -83,14 +96,22 @@ def _show(console: Console, trials: Sequence[Trial], stages: int, schedule: str)
         )
     console.print(table)
     summary = Table(
-        "kind", "equal", "error", "wrong", "share", "do not train uncut", "equal by upstream", title="how many"
+        "kind",
+        "equal",
+        "error",
+        "wrong",
+        "share",
+        "do not train uncut",
+        *(f"upstream: {outcome}" for outcome in UPSTREAM),
+        title="how many",
     )
     for name in [*dict.fromkeys(trial.kind for trial in trials), "all"]:
         counts = Counter(trial.outcome for trial in trials if name in (trial.kind, "all"))
         tried = counts["equal"] + counts["error"] + counts["wrong"]
         share = f"{counts['equal'] / tried:.1%}" if tried else "-"
-        theirs = sum(trial.upstream == "equal" for trial in trials if name in (trial.kind, "all"))
-        numbers = [counts["equal"], counts["error"], counts["wrong"], share, counts["not uncut"], theirs]
+        theirs = Counter(trial.upstream for trial in trials if name in (trial.kind, "all"))
+        numbers = [counts["equal"], counts["error"], counts["wrong"], share, counts["not uncut"]]
+        numbers += [theirs[outcome] for outcome in UPSTREAM]
         summary.add_row(name, *map(str, numbers))
     console.print(summary)
     console.print(f"transformers {transformers.__version__}, torch {torch.__version__}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import resource
+import signal
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from .kinds import Kind
 from .trial import Outcome, Trial, try_model
 
 BYTES = 4 * 2**30  # a model that does not get by with this is not tiny
+PATIENCE = 60  # times the limit, in seconds that pass: a busy or stopped machine is no fault of the model's
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class Job:
 def run_jobs(
     jobs: Sequence[Job], *, stages: int, schedule: str, at_once: int, seconds: float, with_upstream: bool = False
 ) -> Iterator[Trial]:
-    """The trials as they finish. Processes are forked, so that transformers is imported once."""
+    """The trials as they finish. Processes are forked, so that transformers is imported once.
+
+    The limit for one model is in seconds of its process, not of the clock.
+    """
     context = multiprocessing.get_context("fork")
     waiting, running = list(jobs), dict[Connection, tuple[Any, Job, float]]()
     trained: set[Connection] = set()
@@ -42,10 +48,12 @@ def run_jobs(
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(theirs, job, stages, schedule, with_upstream), daemon=True)
+            process = context.Process(
+                target=_run, args=(theirs, job, stages, schedule, seconds, with_upstream), daemon=True
+            )
             process.start()
             theirs.close()
-            running[ours] = (process, job, time.monotonic() + seconds)
+            running[ours] = (process, job, time.monotonic() + PATIENCE * seconds)
         ready = wait(list(running), timeout=0.5)
         late = [connection for connection, (_, _, limit) in running.items() if time.monotonic() > limit]
         for connection in {*ready, *late}:
@@ -76,13 +84,15 @@ def _result(connection: Any, job: Job, process: Any, seconds: float, trained: bo
     try:
         if connection.poll():
             result: Trial = connection.recv()
+            _end(process, connection)
             return result
-        return Trial(job.kind.name, job.model_class.__name__, outcome, f"took longer than {seconds:.0f} s")
+        cause = f"hangs: no result after {PATIENCE * seconds:.0f} s"
     except EOFError:
         process.join()
-        return Trial(job.kind.name, job.model_class.__name__, outcome, f"the process died ({process.exitcode})")
-    finally:
-        _end(process, connection)
+        out_of_time = process.exitcode == -signal.SIGXCPU
+        cause = f"took more than {seconds:.0f} CPU s" if out_of_time else f"the process died ({process.exitcode})"
+    _end(process, connection)
+    return Trial(job.kind.name, job.model_class.__name__, outcome, cause)
 
 
 def _end(process: Any, connection: Any) -> None:
@@ -95,8 +105,10 @@ TRAINS = "trains uncut"
 _RESULTS: dict[Any, Trial] = {}
 
 
-def _run(connection: Any, job: Job, stages: int, schedule: str, with_upstream: bool) -> None:
+def _run(connection: Any, job: Job, stages: int, schedule: str, seconds: float, with_upstream: bool) -> None:
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

@@ -16,7 +16,7 @@ INNER: dict[str, Any] = dict.fromkeys(
 )  # fmt: skip
 LAYERS: dict[str, Any] = dict.fromkeys(
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-     "num_decoder_layers", "num_encoder_layers"), 4,
+     "num_decoder_layers", "num_encoder_layers"), 2,
 )  # fmt: skip
 HEADS: dict[str, Any] = dict.fromkeys(
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4,
@@ -29,7 +29,7 @@ OTHERS: dict[str, Any] = {
     "chunk_size": 8, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-    "v_head_dim": 8, "qk_head_dim": 8, "attention_types": [[["global", "local"], 2]], "window_size": 8,
+    "v_head_dim": 8, "qk_head_dim": 8, "attention_types": [[["global", "local"], 1]], "window_size": 8,
     "sliding_window": 8, "attention_window": 4, "lru_width": 32, "num_buckets": 8, "hidden_groups": 1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "image_size": 32,
     "patch_size": 8, "num_channels": 3, "num_mel_bins": 16, "type_vocab_size": 2,
@@ -45,6 +45,7 @@ RECIPES: tuple[dict[str, Any], ...] = (
     {"rotary_dim": None, "state_size": None, "time_step_rank": None},
     {"sliding_window": None, "attention_window": None},
     {"vocab_size": None},
+    dict.fromkeys(LAYERS, 4) | {"attention_types": [[["global", "local"], 2]]},
     {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
     dict.fromkeys(OTHERS) | {"vocab_size": 64},
 )
@@ -69,6 +70,7 @@ def tiny_configs(config_class: type[Any]) -> Iterator[Any]:
 def _shrunk(config_class: type[Any], recipe: dict[str, Any]) -> Any:
     full = config_class()
     values = {name: value for name, value in (SMALL | recipe).items() if value is not None and hasattr(full, name)}
+    values |= {name: [1] * len(full.depths) for name in ("depths",) if isinstance(getattr(full, name, None), list)}
     values |= {name: 0.0 for name, value in vars(full).items() if "drop" in name and isinstance(value, float)}
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if isinstance(part, type) and hasattr(part, "model_type") and getattr(full, name, None) is not None:

@@ -39,8 +39,10 @@ def gradients_by_upstream(
     for microbatch in microbatches:
         output = Interpreter(pipe.split_gm).run(*(microbatch[name] for name in inputs))
         (output[0] * share).backward()
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {name: first_name[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     found: dict[str, list[Tensor | None]] = {}
     for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            found.setdefault(name, []).append(parameter.grad)
+        for name, parameter in stage.named_parameters():  # a tied one may have any of its names here
+            found.setdefault(known[name], []).append(parameter.grad)
     return found
