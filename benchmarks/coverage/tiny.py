@@ -69,11 +69,16 @@ def tiny_configs(config_class: type[Any]) -> Iterator[Any]:
 
 def _shrunk(config_class: type[Any], recipe: dict[str, Any]) -> Any:
     full = config_class()
-    values = {name: value for name, value in (SMALL | recipe).items() if value is not None and hasattr(full, name)}
+    values = {
+        name: value
+        for name, value in (SMALL | recipe).items()
+        if value is not None and hasattr(full, name) and not _is_list_instead(getattr(full, name), value)
+    }
     values |= {name: [1] * len(full.depths) for name in ("depths",) if isinstance(getattr(full, name, None), list)}
     values |= {name: 0.0 for name, value in vars(full).items() if "drop" in name and isinstance(value, float)}
-    for name, part in getattr(config_class, "sub_configs", {}).items():
-        if isinstance(part, type) and hasattr(part, "model_type") and getattr(full, name, None) is not None:
+    for name in getattr(config_class, "sub_configs", {}):
+        part: Any = type(getattr(full, name, None))  # what is declared may be any configuration
+        if hasattr(part, "model_type"):
             values[name] = _shrunk(part, recipe).to_dict()
     if "kv_lora_rank" in values:  # keys and values are made for every head
         values["num_key_value_heads"] = values["num_attention_heads"]
@@ -83,3 +88,7 @@ def _shrunk(config_class: type[Any], recipe: dict[str, Any]) -> Any:
             if getattr(config, token, None) is None:
                 setattr(config, token, 0)
     return config
+
+
+def _is_list_instead(full: Any, small: Any) -> bool:
+    return isinstance(full, list | tuple) and not isinstance(small, list | tuple)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..text import listed, numbered
-from ..torch_internals import HOOK_DICTS, TorchDispatchMode, storage_id, tensor_hooks, version_of
+from ..torch_internals import TorchDispatchMode, hooks_of, storage_id, tensor_hooks, version_of
 from .structure import flatten, is_plain_object
 
 _MOST = 1_000_000  # entries of a container that is given contents of its own
@@ -408,11 +408,9 @@ def functions_around(module: nn.Module) -> list[Any]:
     """Return the hooks of all parts of a module, functions among their attributes, and their classes."""
     found: list[Any] = []
     for part in module.modules():
-        found.append(type(part))
-        for name, value in vars(part).items():
-            if name in HOOK_DICTS:
-                found += value.values()
-            elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        found += [type(part), *hooks_of(part)]
+        for value in vars(part).values():
+            if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
                 found.append(value)
         for parameter in part.parameters(recurse=False):
             found += (tensor_hooks(parameter) or {}).values()

@@ -38,7 +38,7 @@ class _Slot:
 
 
 class NamedState:
-    """The state that the code of a function names. With `plain`, only numbers and strings count as changes.
+    """The state that the code of a function names, and of others `also`. With `plain`, only numbers and strings count.
 
     >>> log: list[float] = []
     >>> state = NamedState(lambda output: output.mean() + sum(log), "loss_fn")
@@ -50,11 +50,11 @@ class NamedState:
     "'log' in pipecut.pipe_ir.named_state"
     """
 
-    def __init__(self, function: object, called: str, *, plain: bool = False) -> None:
+    def __init__(self, function: object, called: str, *, plain: bool = False, also: Iterable[object] = ()) -> None:
         self._plain = plain
         self.slots: list[_Slot] = []
         seen: dict[tuple[int, frozenset[str]], object] = {}  # other code may name other attributes of an object
-        waiting: list[_Found] = [] if function is None else [_Found(function, called, frozenset())]
+        waiting = [_Found(each, called, frozenset()) for each in (function, *also) if each is not None]
         while waiting:
             found = waiting.pop()
             key = id(found.value), frozenset() if isinstance(found.value, types.FunctionType) else found.names

@@ -6,8 +6,11 @@ Names of modules, attributes of classes and objects, containers, variables of en
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import functools
+import operator
 import random
 import sys
 import threading
@@ -86,7 +89,7 @@ def _restored_names(
 
 
 def _restored_list(now: list[Any], before: list[Any]) -> bool:
-    if len(before) == list.__len__(now) and all(map(_is, list.__iter__(now), before)):
+    if len(before) == list.__len__(now) and all(map(operator.is_, list.__iter__(now), before)):
         return False
     list.__setitem__(now, slice(None), before)
     return True
@@ -97,7 +100,7 @@ def _copied_deque(value: collections.deque[Any]) -> list[Any]:
 
 
 def _restored_deque(now: collections.deque[Any], before: list[Any]) -> bool:
-    if len(before) == collections.deque.__len__(now) and all(map(_is, _copied_deque(now), before)):
+    if len(before) == collections.deque.__len__(now) and all(map(operator.is_, _copied_deque(now), before)):
         return False
     collections.deque.clear(now)
     collections.deque.extend(now, before)
@@ -110,10 +113,6 @@ def _restored_set(now: set[Any], before: set[Any]) -> bool:
     set.clear(now)
     set.update(now, before)
     return True
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _restored_class(cls: type, before: Mapping[str, Any]) -> bool:
@@ -249,7 +248,20 @@ def _restored_array(array: Any, before: bytes | None) -> bool:
     return True
 
 
+def _as_array(buffer: Any) -> Any:
+    return sys.modules["numpy"].asarray(memoryview(buffer).cast("B"))
+
+
+def _restored_context(variable: contextvars.ContextVar[Any], before: Any) -> bool:
+    if before is not _ABSENT:  # one that had no value cannot be left without again
+        variable.set(before)
+    return False
+
+
 _ARRAY = _Kind(_array_bytes, lambda _: (), _restored_array)
+_BUFFER = _ARRAY._replace(
+    copy=lambda it: _array_bytes(_as_array(it)), restore=lambda it, before: _restored_array(_as_array(it), before)
+)
 _OBJECT = _Kind(_slots, _parts_of_object, _restored_slots)
 _CLASS = _Kind(lambda cls: dict(vars(cls)), _parts_of_class, _restored_class)
 _LRU_CACHE = _Kind(lambda it: it.cache_info().misses, lambda it: (it.__wrapped__,), _cleared_lru_cache)
@@ -272,12 +284,14 @@ _KINDS: dict[type, _Kind] = {
     property: _Kind(_nothing, lambda it: (it.fget, it.fset), _unchanged),
     _LruCache: _LRU_CACHE,
     types.SimpleNamespace: _OBJECT,
+    bytearray: _BUFFER,
+    array.array: _BUFFER,
+    contextvars.ContextVar: _Kind(lambda it: it.get(_ABSENT), lambda it: (it.get(_ABSENT),), _restored_context),
     threading.local: _Kind(_nothing, lambda it: (vars(it),), _unchanged),
 }
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, types.CodeType, types.BuiltinFunctionType,
-    types.FrameType, torch.Tensor, torch.dtype, torch.device,
-    type(_ABSENT),
+    types.FrameType, torch.Tensor, torch.dtype, torch.device, type(_ABSENT),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ reads it. The first training step is watched for this:
   that layers of several stages share is another one on each rank.
 
 That takes about a microsecond for each operation of a forward and each tensor of other ranks, and is over with the
-step. What hooks of different stages tell each other in Python's objects is not seen here, but by `pipecut.verify`.
+step. Hooks count as code of their modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..pipe_ir import KeptValue, NamedState, Reads, functions_around, storages_o
 from ..schedule import Action, Op
 from ..stage import PipelineStage, held_elsewhere
 from ..text import listed
-from ..torch_internals import storage_id, version_of
+from ..torch_internals import hooks_of, storage_id, version_of
 from .executor import Executor, Handler
 from .state import StepState
 
@@ -87,7 +87,7 @@ class Isolation:
             here = tuple(f"{label.partition('#')[0]}." for label in info.modules)
             others = [kept for kept in changed if not f"{kept.path}.".startswith(here)]
             for path in info.changing if others else ():
-                state = NamedState(model.get_submodule(path).forward, "the module")
+                state = _state_of(model.get_submodule(path))
                 for kept in others:
                     slot = state.slot_of(kept.holder_in(model), kept.name)
                     if slot is not None:
@@ -143,13 +143,18 @@ def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Tou
         return []
     return [
         _Touched(
-            NamedState(model.get_submodule(path).forward, "the module", plain=True),
+            _state_of(model.get_submodule(path), plain=True),
             _OTHER_MODULE.format(path=path, stage=info.index),
         )
         for info in infos.stages
         if info.index not in executor.stages
         for path in info.changing
     ]
+
+
+def _state_of(module: nn.Module, *, plain: bool = False) -> NamedState:
+    """Return the state that the forward of a module and its hooks name."""
+    return NamedState(module.forward, "the module", plain=plain, also=hooks_of(module))
 
 
 def _copies_in(executor: Executor) -> dict[int, nn.Module]:

@@ -110,7 +110,7 @@ class Checks:
     def _effects(self, traced: TracedModel) -> Iterator[Effect]:
         assert traced.history is not None
         for history in (traced.history, *(replay.history for replay in self._replays)):
-            yield from history.effects
+            yield from (effect for effect in history.effects if not effect.is_use)
 
     def _changing(self, traced: TracedModel) -> frozenset[str]:
         """Return all modules, whole ones too, that do more than a trace shows, or something else in another run."""

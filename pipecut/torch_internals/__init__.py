@@ -52,6 +52,7 @@ from .modules import children_of as children_of
 from .modules import default_generators as default_generators
 from .modules import fake_mode_with_numbers as fake_mode_with_numbers
 from .modules import forward_hooks as forward_hooks
+from .modules import hooks_of as hooks_of
 from .modules import is_compiled as is_compiled
 from .modules import is_compiled_whole as is_compiled_whole
 from .modules import is_wrapped_hook as is_wrapped_hook

@@ -38,6 +38,11 @@ HOOK_DICTS = (
 EXTRA_STATE = "_extra_state"
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that the user has put on a module itself."""
+    return [hook for name in HOOK_DICTS for hook in vars(module)[name].values()]
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters that a module itself has registered, by name; changes reach the module."""
     return module._parameters

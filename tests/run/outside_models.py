@@ -6,13 +6,16 @@ model with the same values; code that no longer reads them, because the cut froz
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import random
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import random as early_random
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 4
+CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=0)
 KEYED = {str(rows): 1.0 + rows / 8 for rows in range(16)}
 
 
@@ -41,6 +45,9 @@ class World:
         self.collected: list[Tensor] = []
         self.config = SimpleNamespace(calls=0, last=None)
         self.log: list[str] = []
+        self.bytes = bytearray(1)
+        self.hooked: Any = None
+        CONTEXT.set(0)
         OfClass.calls = 0
         table.cache_clear()
 
@@ -249,8 +256,57 @@ def _own_generator(block: Block, y: Tensor) -> Tensor:
     return y * torch.rand(WIDTH, generator=numbers, dtype=y.dtype)
 
 
+def _count_in_context(block: Block) -> float:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return CONTEXT.get()
+
+
+def _count_in_bytes(block: Block) -> float:
+    WORLD.bytes[0] = (WORLD.bytes[0] + 1) % 128
+    return WORLD.bytes[0]
+
+
+def _third_text(block: Block, y: Tensor) -> Tensor:
+    block.calls += 1
+    return y * 2 if str(block.calls) in ("3", "6", "9", "12") else y
+
+
+def _tells_by_hook(block: Block) -> None:
+    block.register_forward_hook(lambda module, args, output: WORLD.counts.update(hooks=WORLD.counts["hooks"] + 1))
+
+
+def _listens_by_hook(block: Block) -> None:
+    block.register_forward_hook(lambda module, args, output: output * (1 + WORLD.counts["hooks"] / 8))
+
+
+def _leaves_by_hook(block: Block) -> None:
+    block.register_forward_hook(lambda module, args, output: setattr(WORLD, "hooked", output.detach().mean()))
+
+
+def _takes_by_hook(block: Block) -> None:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return None if WORLD.hooked is None else (args[0] * (1 + WORLD.hooked),)
+
+    block.register_forward_pre_hook(hook)
+
+
+HOOKS: dict[str, Callable[[Block], None]] = {
+    "counts by a hook": _tells_by_hook,
+    "uses the count by a hook": _listens_by_hook,
+    "leaves a tensor by a hook": _leaves_by_hook,
+    "takes the tensor by a hook": _takes_by_hook,
+}
+
 KINDS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "plain": lambda block, y: y,
+    **{kind: lambda block, y: y for kind in HOOKS},
+    "count in a context": _counted(_count_in_context),
+    "count in bytes": _counted(_count_in_bytes),
+    "every third call, by its text": _third_text,
+    "every third call, by an iterator": lambda block, y: y * 2 if next(block.numbers) == 1.5 else y,
+    "rarely, by the clock": _rarely(lambda block: time.monotonic() % 1000),
+    "rarely, by the system's numbers": _rarely(lambda block: secrets.randbelow(10**9) / 10**9),
+    "rarely, by a file": _rarely(lambda block: float(Path(__file__).read_text(encoding="utf-8")[:1] == "#") or 1.0),
     "dropout": lambda block, y: block.drop(y),
     "noise": lambda block, y: y + 0.1 * torch.rand_like(y),
     "python number": _scaled(lambda block: random.random()),
@@ -313,6 +369,8 @@ class Net(nn.Module):
         blocks: list[Any] = list(self.blocks)
         self.root = Block(len(kinds), root)
         for index, block in enumerate([*blocks, self.root]):
+            if block.kind in HOOKS and block is not self.root:
+                HOOKS[block.kind](block)
             if block.kind in USES_OTHERS:
                 block.others = [*reversed(blocks[:index]), *blocks[index + 1 :]]
         self.loss_log = Log()
@@ -428,6 +486,8 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
     ("keeps in a config", "count in a config", "reads a config"),
     ("keeps in a list", "logs", "reads a list", "reads what a hook collected", "reads what a hook set"),
     ("uses another block", "writes a parameter", "regularised"),
+    (*HOOKS, "counts for others"),
+    ("rarely, by the clock", "rarely, by a file", "count in a context", "count in bytes", "iterator", "clock"),
     ("dropout", "noise", "seeds torch", "own torch generator", "layer dropped by python", "random"),
 )
 

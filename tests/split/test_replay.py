@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
+import logging
 import random
+import secrets
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import randint
 from random import random as draw
+from time import monotonic as early_clock
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,8 @@ CALL: Call = ((X,), {})
 COUNTS = types.SimpleNamespace(calls=0)
 COUNTER = itertools.count()
 ARRAY = np.zeros(1)
+BYTES = bytearray(4)
+CONTEXT = contextvars.ContextVar("calls", default=0)
 GENERATOR = torch.Generator()
 NUMPY_GENERATOR = np.random.default_rng(0)
 NUMPY_STATE = np.random.RandomState(0)
@@ -191,6 +198,37 @@ def hook_on_several(block: Block, x: Tensor) -> Tensor:
 
 
 # What the message has to name, by the function that a block calls between its two layers.
+def rare_branch_by_the_clock(block: Block, x: Tensor) -> Tensor:
+    return x * 2 if early_clock() % 1000 < 1e-9 else x.tanh()
+
+
+def rare_branch_by_the_systems_numbers(block: Block, x: Tensor) -> Tensor:
+    return x * 2 if secrets.randbelow(10**9) == 7 else x.tanh()
+
+
+def rare_branch_by_a_file(block: Block, x: Tensor) -> Tensor:
+    return x * 2 if "no such line" in Path(__file__).read_text(encoding="utf-8")[:9] else x.tanh()
+
+
+def rare_value_of_an_iterator(block: Block, x: Tensor) -> Tensor:
+    return x * 2 if next(COUNTER) == 10**6 else x.tanh()
+
+
+def rare_value_of_a_context(block: Block, x: Tensor) -> Tensor:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return x * 2 if CONTEXT.get() == 10**6 else x.tanh()
+
+
+def rare_byte(block: Block, x: Tensor) -> Tensor:
+    BYTES[0] = (BYTES[0] + 1) % 256
+    return x * 2 if BYTES[0] == 255 else x.tanh()
+
+
+def rare_text_of_a_number(block: Block, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x * 2 if str(block.calls) == "1000000" else x.tanh()
+
+
 REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
     python_number: "random numbers of Python",
     python_integer: "random numbers of Python",
@@ -206,7 +244,14 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
     every_thousandth_call: r"it uses 'calls', a number that changes from call to call at .* % 1000 == 0 else",
     every_thousandth_call_by_a_global: r"it uses 'calls', a number that changes .* 0.5 \* COUNTS.calls > 1000",
     number_that_grows_late: r"it uses 'calls', a number that changes .* return x \* \(block.calls // 1000 \+ 1\)",
-    rare_entry_of_an_array: "it uses an array of numpy that it writes to: generated code would do what the trace did",
+    rare_entry_of_an_array: "it uses an array that it writes to: generated code would do what the trace did",
+    rare_branch_by_the_clock: r"it uses time.monotonic\(\) at .* % 1000 < 1e-9",
+    rare_branch_by_the_systems_numbers: r"it uses posix.urandom\(\) at",
+    rare_branch_by_a_file: r"it uses io.open\(\) at",
+    rare_value_of_an_iterator: r"it uses an iterator at .*next\(COUNTER\)",
+    rare_value_of_a_context: r"it uses a number that changes .*CONTEXT.get\(\) == 10\*\*6",
+    rare_byte: "it uses an array that it writes to",
+    rare_text_of_a_number: "it uses 'calls', a number that changes from call to call at .*str",
     new_numpy_generator: "with other random numbers it calls mul with",
     counter_in_a_global: r"calls mul with \d+, and when run again .* calls mul with \d+ at .*return x \* COUNTS.calls",
     counter_in_a_class: "calls mul with",
@@ -228,6 +273,7 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
 }
 QUICK = {rare_branch, numpy_branch, counter_in_itself, exhausted, size_as_a_key, own_tensor, new_generator}
 QUICK |= {rare_branch_by_its_own_generator, every_thousandth_call, rare_entry_of_an_array}
+QUICK |= {rare_branch_by_the_clock, rare_value_of_an_iterator, rare_text_of_a_number}
 QUICK |= {counter_in_a_global, hook_on_a_node, set_state, earlier_result}
 
 
@@ -375,7 +421,16 @@ def counted(block: Block, x: Tensor) -> Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize("function", [kept_mask, noise, updated, counted], ids=lambda f: f.__name__)
+def timed(block: Block, x: Tensor) -> Tensor:
+    """The time that it takes is added up, shown and written down, and nothing is decided by it."""
+    begin = time.perf_counter()
+    y = x * 2
+    block.seconds = getattr(block, "seconds", 0.0) + time.perf_counter() - begin  # type: ignore[assignment]
+    logging.getLogger("a model").warning("took %s", block.seconds)
+    return y
+
+
+@pytest.mark.parametrize("function", [kept_mask, noise, updated, counted, timed], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:the forward of")
 def test_what_is_the_same_in_every_run_is_cut(function: Callable[[Any, Tensor], Tensor]) -> None:
     """A table that is computed once and kept has the value that generated code computes in every call."""
@@ -428,7 +483,7 @@ def test_a_model_around_a_module_that_cannot_be_traced_is_checked_too() -> None:
             self.calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.u(self.a(x)) * (1 + next(COUNTER) * self.calls)
+            x = self.u(self.a(x)) * (1 + (next(COUNTER) if self.calls else 0))
             pipe_split()
             return self.b(x)
 

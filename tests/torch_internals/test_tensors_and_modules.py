@@ -27,6 +27,7 @@ from pipecut.torch_internals import (
     default_generators,
     fake_mode_with_numbers,
     forward_hooks,
+    hooks_of,
     is_compiled,
     is_compiled_whole,
     is_composite,
@@ -133,6 +134,8 @@ def test_entries_of_a_module_are_its_own() -> None:
     assert children_of(model) == {"0": norm}
     assert (unsaved_buffers(model), unsaved_buffers(norm)) == ({"table"}, set())
     assert all(isinstance(vars(norm)[name], dict) for name in (*STATE_DICTS, *HOOK_DICTS))
+    norm.register_forward_pre_hook(print)  # type: ignore[arg-type]
+    assert hooks_of(norm) == [print]
     assert isinstance(norm, BatchNorm)
     parameters_of(norm).clear()
     assert [*norm.parameters()] == []

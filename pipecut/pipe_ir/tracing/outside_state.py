@@ -6,15 +6,15 @@ by some that report where they are used: a count by which nothing is decided is 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...torch_internals import buffers_of, parameters_of
 from ..surroundings import Place, Surroundings, attributes_of
 from .events import KeptValue
+from .watched import WatchedNumber
 
 
 def changed_places(surroundings: Surroundings, model: nn.Module) -> list[Place]:
@@ -123,7 +123,7 @@ class StateWatch:
         def use() -> None:
             self._uses.setdefault((number, name), set()).add(on_use(NUMBER if name is None else f"{name!r}, {NUMBER}"))
 
-        return _WatchedNumber(value, use)
+        return WatchedNumber(value, use)
 
     def kept(
         self, surroundings: Surroundings, originals: Mapping[int, Any], paths: Mapping[int, str]
@@ -147,75 +147,3 @@ class StateWatch:
                 is_copied = of_module is not None or id(each) in originals
                 original = None if of_module is not None else originals.get(id(each), each)
                 yield KeptValue(path, original, its_name, of_module, is_copied, used_by, settles)
-
-
-class _WatchedNumber:
-    """Stands for a number, and reports each use that is more than to compute another number from it.
-
-    >>> used = []
-    >>> count = _WatchedNumber(3, lambda: used.append("used"))
-    >>> count += 1
-    >>> len(used), count % 4 == 0, used
-    (0, True, ['used'])
-    """
-
-    def __init__(self, value: float, on_use: Callable[[], None]) -> None:
-        self._value, self._on_use = value, on_use
-
-    def used(self) -> Any:
-        """Report a use, and return the number."""
-        self._on_use()
-        return self._value
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._value)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*map(without_watch, args), **{name: without_watch(each) for name, each in (kwargs or {}).items()})
-
-    def __str__(self) -> str:
-        return str(self._value)
-
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        return format(self._value, spec)
-
-
-def without_watch(value: Any) -> Any:
-    """Return the number that a _WatchedNumber stands for, which is a use of it; anything else as it is."""
-    if type(value) is _WatchedNumber:
-        return value.used()
-    if type(value) in (tuple, list):
-        return type(value)(map(without_watch, value))
-    return value
-
-
-def _computing(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: _WatchedNumber, *others: Any) -> Any:
-        if any(isinstance(other, Tensor) for other in others):
-            self.used()
-        values = [self._value, *(other._value if type(other) is _WatchedNumber else other for other in others)]
-        result = function(*(reversed(values) if swapped else values))
-        return _WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
-
-    return method
-
-
-def _using(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: function(self.used(), *map(without_watch, others))
-
-
-_COMPUTING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-for _name in _COMPUTING:
-    _function = getattr(operator, f"__{_name}__")
-    setattr(_WatchedNumber, f"__{_name}__", _computing(_function))
-    setattr(_WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(_WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "index"):
-    setattr(_WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
-_CONVERSIONS: tuple[Callable[..., Any], ...] = (bool, int, float, hash, round)
-for _convert in _CONVERSIONS:
-    setattr(_WatchedNumber, f"__{_convert.__name__}__", _using(_convert))

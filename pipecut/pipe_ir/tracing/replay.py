@@ -41,9 +41,10 @@ from ..traced import TracedModel
 from ..untouched import Watch
 from .events import Effect, History, KeptValue, line_text
 from .history import HistoryRecorder, Numbers, innermost_line, new_buffers
-from .outside_state import NUMBER, StateWatch, changed_places, without_watch
+from .outside_state import NUMBER, StateWatch, changed_places
 from .records import reason_of
 from .run import is_without_memory, kept_random_numbers, own_code
+from .watched import watched_sources, without_watch
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,25 @@ class Replayer:
         """
         with kept_random_numbers(()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            first = self._run(self.sizes, 1, "with other random numbers", boundaries=True)
+            how = "with other random numbers"
+            with watched_sources(self.surroundings.places(), self._note_source):
+                first = self._run(self.sizes, 1, how, boundaries=True)
+            if first.error is not None:  # perhaps a number that is none went where nothing else can
+                first = self._run(self.sizes, 1, how, boundaries=True)
             if first.error is not None:
                 return Replays((first,))
             if apart:
                 return Replays((first, *self._apart()))
             runs = (first, *self._together())
+            uses = tuple(effect for effect in first.history.effects if effect.is_use)
             places = changed_places(self.surroundings, self.runner)
-            return Replays(runs, *self._outside_state(places, originals)) if places else Replays(runs)
+            if not places:
+                return Replays(runs, uses)
+            more, kept = self._outside_state(places, originals)
+            return Replays(runs, (*uses, *more), kept)
+
+    def _note_source(self, what: str) -> None:
+        self._recorder.note_use(what)
 
     def _outside_state(
         self, places: Collection[Place], originals: Mapping[int, Any]
@@ -143,7 +155,7 @@ class Replayer:
         effects = [effect for effect in after.history.effects if effect.is_use]
         if after.error is not None:  # a number that is not one may go where nothing else can
             effects.append(Effect(self._recorder.path, f"{NUMBER} ({after.error})", is_use=True))
-        effects += [Effect(path, "an array of numpy that it writes to", is_use=True) for path in watch.arrays_changed()]
+        effects += [Effect(path, "an array that it writes to", is_use=True) for path in watch.arrays_changed()]
         return tuple(effects), tuple(watch.kept(self.surroundings, originals, self.paths))
 
     def _together(self) -> Iterator[Replay]:
@@ -288,16 +300,14 @@ class _ReplayRecorder(HistoryRecorder):
         return self._open[-1] if self._open else ""
 
     def note_use(self, what: str) -> str:
-        """Note that the innermost call uses a number that forwards change, and return the path of its module."""
-        line = innermost_line()
-        place = f" at {line_text(line)}" if line is not None else ""
-        self._effects.setdefault(Effect(self.path, f"{what}{place}", is_use=True))
+        """Note that the innermost call uses a value from outside, and return the path of its module."""
+        self._effects.setdefault(Effect(self.path, f"{what}{_here()}", is_use=True))
         return self.path
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._watch is not None:
+        if self._watch is not None or self._boundaries:
             args = [without_watch(each) for each in args]
             kwargs = {name: without_watch(each) for name, each in (kwargs or {}).items()}
         return super().__torch_function__(func, types, args, kwargs)
@@ -333,6 +343,11 @@ class _ReplayRecorder(HistoryRecorder):
         for number, generator in enumerate(self._own_generators):
             states[f"random numbers of a {generator.kind} of its own", number] = pickle.dumps(generator.read())
         return states
+
+
+def _here() -> str:
+    line = innermost_line()
+    return f" at {line_text(line)}" if line is not None else ""
 
 
 @contextlib.contextmanager
