@@ -12,7 +12,8 @@ reads it. The first training step is watched for this:
   that layers of several stages share is another one on each rank.
 
 That takes about a microsecond for each operation of a forward and each tensor of other ranks, and is over with the
-step. Hooks count as code of their modules.
+step. Hooks count as code of their modules; state that hooks of several stages name is a warning, for they may be no
+more than statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..errors import IsolationError
+from ..errors import IsolationError, warn
 from ..pipe_ir import KeptValue, NamedState, Reads, functions_around, storages_of, tensors_in_reach
 from ..schedule import Action, Op
 from ..stage import PipelineStage, held_elsewhere
@@ -123,6 +124,8 @@ class Isolation:
         has_loss = any(stage.is_last for stage in executor.stages.values())
         named = NamedState(self._loss_fn, "loss_fn")
         touched = [_Touched(named.moved(_copies_in(executor)), _COPY), *_modules_of_others(executor, model)]
+        if not self._in_process:
+            touched += _hooks_of_others(executor, model)
         if not has_loss:
             touched.append(_Touched(named, _LOSS_FN))
         loss_fn = self._loss_fn if has_loss else None
@@ -150,6 +153,20 @@ def _modules_of_others(executor: Executor, model: nn.Module | None) -> list[_Tou
         if info.index not in executor.stages
         for path in info.changing
     ]
+
+
+def _hooks_of_others(executor: Executor, model: nn.Module | None) -> Iterator[_Touched]:
+    """Yield the state of Python that hooks of other stages name; they may only write to it, as statistics."""
+    infos = next((stage.pipe_info for stage in executor.stages.values()), None)
+    if infos is None or model is None:
+        return
+    for info in [info for info in infos.stages if info.index not in executor.stages]:
+        within = tuple(f"{label.partition('#')[0]}." for label in info.modules)
+        for path, module in model.named_modules():
+            hooks = hooks_of(module)
+            if hooks and f"{path}.".startswith(within):
+                state = NamedState(None, "a hook", also=hooks)
+                yield _Touched(state, _OTHER_HOOK.format(path=path, stage=info.index), only_warns=True)
 
 
 def _state_of(module: nn.Module, *, plain: bool = False) -> NamedState:
@@ -193,6 +210,7 @@ class _Touched:
 
     state: NamedState
     meaning: str
+    only_warns: bool = False
 
 
 class _Watch:
@@ -211,7 +229,7 @@ class _Watch:
         self._stages = stages
         self._names = {id(tensor): name for name, tensor in others.items()}
         self._holders = holders
-        self._touched = touched
+        self._touched = list(touched)
         roots = [root for stage in stages.values() for root in functions_around(stage.submod)]
         parts = [part for stage in stages.values() for part in stage.submod.modules()]
         own = {storage for stage in stages.values() for storage in storages_of(stage.submod)}
@@ -275,9 +293,12 @@ class _Watch:
                 )
 
     def _check_touched(self, stage: PipelineStage, action: Action) -> None:
-        for each in self._touched:
+        for each in list(self._touched):
             change = each.state.change()
-            if change:
+            if change and each.only_warns:
+                self._touched.remove(each)
+                warn(f"stage {stage.stage_index} changes {change}, which {each.meaning}")
+            elif change:
                 raise IsolationError(f"stage {stage.stage_index} changes {change} in {action}, which {each.meaning}")
 
     def _way(self, stage: PipelineStage) -> str:
@@ -319,6 +340,11 @@ _COPY = (
 _KEPT = (
     "loss_fn uses {place}, which the forward of {who}. loss_fn would find it as it was before. Let the model return "
     "what loss_fn needs in its output, which is sent; or, if loss_fn reads nothing of it, give it an object of its own"
+)
+_OTHER_HOOK = (
+    "a hook on {path!r} of stage {stage} names too: on separate ranks each has its own, and a hook that reads what "
+    "others write finds it as it was. pipecut.verify() tells whether that makes a difference; if it does, hand the "
+    "value over as a tensor, in arguments and results, or cut so that both are in one stage"
 )
 _OTHER_MODULE = (
     "{path!r} of stage {stage} uses, and that module does something else from call to call: on separate ranks each has "
