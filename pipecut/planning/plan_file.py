@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from ..errors import InputError, PipeError
+from ..files import read_json, write_text
 from ..pipe_ir import read_example
 from ..schedule import Costs, Dataflow, Link, Placement, Plan, simulate
 from .choices import Choice, Source, largest_microbatch
@@ -66,7 +67,7 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         }
         | {name: getattr(costs, name) for name in _COLLECTIVES},
     }
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1), InputError)
 
 
 def read_plan(path: Path, source: Source) -> TrainingPlan:
@@ -238,10 +239,7 @@ _CHECKS = {
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not a training plan: {error}") from error
+    content = read_json(path, InputError, "a training plan")
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise InputError(f"{path} is not a training plan: write one with plan.save()")
     version = content.get("version")

@@ -9,11 +9,13 @@ from os import PathLike
 from os.path import isdir
 from pathlib import Path
 
-from ..errors import MissingFileError, PlanError
+from ..errors import PlanError
+from ..files import read_bytes
 from .action import Action, Rows, parse_action
 
 FilePath = str | PathLike[str]
 BUBBLE = "·"
+_LARGEST = 1 << 30  # bytes of a CSV file
 
 
 def grid(rows: Rows, *, width: int | None = None) -> str:
@@ -121,7 +123,7 @@ def load_csv(path: FilePath, *, ragged: bool = False) -> Rows:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, PlanError, _LARGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = error.object[: error.start]
         line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
@@ -129,10 +131,6 @@ def _read_text(path: Path) -> str:
             f"{path}, line {line}, character {column}: byte 0x{error.object[error.start]:02x} is not UTF-8. "
             "Save the file as UTF-8."
         ) from None
-    except FileNotFoundError as error:
-        raise MissingFileError(f"Cannot read the plan {path}: {error.strerror}.") from error
-    except OSError as error:
-        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from error
 
 
 def _read_cells(path: FilePath, text: str) -> list[tuple[int, list[str]]]:

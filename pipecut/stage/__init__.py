@@ -33,12 +33,9 @@ from .materialize import materialize as materialize
 from .materialize import open_distributed as open_distributed
 from .materialize import save_stage as save_stage
 from .materialize import stage_file as stage_file
-from .materialize import sync_directory as sync_directory
-from .materialize import sync_file as sync_file
 from .materialize import tensors_to_save as tensors_to_save
 from .materialize import write_index as write_index
 from .materialize import write_safetensors as write_safetensors
-from .materialize import write_text as write_text
 from .microbatch import BatchDims as BatchDims
 from .microbatch import ChunkSpec as ChunkSpec
 from .microbatch import CustomReducer as CustomReducer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import torch
@@ -48,4 +49,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def unpickle_metadata(content: bytes) -> Any:
     """Return the description of a checkpoint without running code from it; raise pickle.UnpicklingError otherwise."""
+    for opcode, argument, _ in pickletools.genops(content):
+        # The unpickler makes a table as long as the largest number that an object is kept under.
+        if "PUT" in opcode.name and int(argument or 0) > len(content):
+            raise pickle.UnpicklingError(
+                f"it keeps an object under the number {argument}, and has {len(content)} bytes"
+            )
     return _MetadataUnpickler(io.BytesIO(content)).load()

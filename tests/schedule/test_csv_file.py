@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         Plan.load_csv(tmp_path / "missing.csv")
     assert isinstance(error.value, FileNotFoundError)
-    assert str(error.value) == f"Cannot read the plan {tmp_path / 'missing.csv'}: No such file or directory."
+    assert str(error.value) == f"{tmp_path / 'missing.csv'} cannot be read: there is no such file"
     with pytest.raises(PlanError) as error:
         Plan.load_csv(tmp_path)
-    assert str(error.value) == f"Cannot read the plan {tmp_path}: Is a directory."
+    assert str(error.value) == f"{tmp_path} is not a regular file, but a directory: pass the path of a file"

@@ -73,7 +73,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: Any, message: s
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read: No such file"):
+    with pytest.raises(InputError, match="cannot be read: there is no such file"):
         pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.ones(2, 2),), num_stages=1, machine=tmp_path / "none.json")
 
 

@@ -35,3 +35,10 @@ class _Call:
 def test_code_is_not_run(content: Any) -> None:
     with pytest.raises(pickle.UnpicklingError, match="it names .*, which is no part of a checkpoint's description"):
         unpickle_metadata(pickle.dumps(content))
+
+
+def test_a_number_that_would_take_all_memory_is_refused() -> None:
+    """Python's unpickler makes a table of 34 GB for an object that is kept under the number 2 ** 32 - 1."""
+    content = b"\x80\x02]r\xff\xff\xff\xff."
+    with pytest.raises(pickle.UnpicklingError, match="keeps an object under the number 4294967295, and has 9 bytes"):
+        unpickle_metadata(content)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import InputError, PipeError
+from ...files import read_json
 from ...text import did_you_mean, dtype_name, format_bytes, listed
 
 _MATMUL_SIZE = 512
@@ -199,12 +200,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"machine={str(path)!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not a JSON file of machines: {error}") from error
+    found = read_json(path, InputError, "a JSON file of machines")
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise InputError(f"{path} is not a file of machines: it should hold an entry per name, such as {_EXAMPLE}")
     return found

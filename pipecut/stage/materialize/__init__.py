@@ -5,10 +5,10 @@ Begin with materialize.py; load.py opens checkpoints and reads from them.
 
 from __future__ import annotations
 
-from .checkpoint import open_distributed, sync_directory, sync_file, write_safetensors
+from .checkpoint import open_distributed, write_safetensors
 from .load import SAVE_KEY, TRAINING_MANIFEST, TRAINING_PREFIX, CheckpointLike
 from .materialize import InitFunction, Values, materialize
-from .save import save_stage, stage_file, tensors_to_save, write_index, write_text
+from .save import save_stage, stage_file, tensors_to_save, write_index
 from .tensors import empty_weights
 
 __all__ = [
@@ -23,10 +23,7 @@ __all__ = [
     "open_distributed",
     "save_stage",
     "stage_file",
-    "sync_directory",
-    "sync_file",
     "tensors_to_save",
     "write_index",
     "write_safetensors",
-    "write_text",
 ]

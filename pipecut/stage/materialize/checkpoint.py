@@ -5,22 +5,20 @@ One class each for state dicts, files of torch.save, directories of torch.distri
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import pickle
-import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...text import dtype_name, shape_text
+from ...files import check_regular, open_regular, write_whole
+from ...text import dtype_name, first_line, shape_text
 
 if TYPE_CHECKING:
     from .distributed import DistributedReader
@@ -89,11 +87,12 @@ class InMemory:
 
 def open_torch_file(path: Path) -> InMemory:
     """Open a file of torch.save: a state dict whose tensors stay in the file until they are used."""
+    check_regular(path, CheckpointError)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may fail in any way that Python has
         raise CheckpointError(
-            f"{path} cannot be read as a state dict: {str(error).strip().splitlines()[0]}. Save "
+            f"{path} cannot be read as a state dict: {first_line(error)}. Save "
             "model.state_dict() alone with torch.save, in its default format"
         ) from error
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
@@ -144,7 +143,8 @@ class DistributedCheckpoint:
         return into[saved]
 
 
-# The safetensors format: a length, a JSON header, and the bytes of the tensors; read and written piece by piece.
+# The safetensors format: a length, a JSON header, and the bytes of the tensors. Its library checks the header; tensors
+# are read and written piece by piece, since the library maps whole files, and copies what it writes.
 
 
 _DTYPES = {
@@ -166,7 +166,6 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_LARGEST_HEADER = 100_000_000
 _PIECE = 4 << 20  # bytes that are in memory beside the tensor that they go to
 
 
@@ -193,7 +192,7 @@ class SafetensorsFile:
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         # Not mapped into memory: a rank whose address space is limited could not map a file larger than that.
-        with self.path.open("rb") as file:
+        with open_regular(self.path, CheckpointError) as file:
             for name, target in sorted(targets.items(), key=lambda item: self._places[item[0]].begin):
                 place = self._places[name]
                 if target.is_contiguous():
@@ -226,35 +225,36 @@ def _read_into(file: BinaryIO, place: _Place, flat: Tensor, where: str) -> None:
 
 
 def _read_header(path: Path) -> tuple[Mapping[str, str], dict[str, _Place]]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, max(0, path.stat().st_size - 8)):
-            raise _not_safetensors(path)
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise _not_safetensors(path) from error
-    if not isinstance(header, dict):
-        raise _not_safetensors(path)
-    metadata = header.pop("__metadata__", {})
-    return metadata, {name: _place(path, name, info, 8 + length) for name, info in header.items()}
+    """Return the metadata of a file and the place of each tensor.
 
-
-def _not_safetensors(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is neither a safetensors file nor one that torch.save has written")
-
-
-def _place(path: Path, name: str, info: Mapping[str, Any], start: int) -> _Place:
+    The library has checked that the tensors lie one behind the other and fill the file, so their places follow from
+    their order and sizes. It maps the file, and is asked for nothing but the header.
+    """
+    check_regular(path, CheckpointError)
     try:
-        code, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _not_safetensors(path) from error
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            entries = {name: _entry(path, name, file.get_slice(name)) for name in file.offset_keys()}
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{path} cannot be mapped into memory: {first_line(error)}") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is neither a safetensors file nor one that torch.save has written: {error}. If it was downloaded "
+            "or copied, do so again"
+        ) from error
+    begin = path.stat().st_size - sum(entry.nbytes for entry in entries.values())
+    places = {}
+    for name, entry in entries.items():
+        places[name] = _Place(entry, begin)
+        begin += entry.nbytes
+    return metadata, places
+
+
+def _entry(path: Path, name: str, saved: Any) -> Entry:
+    code = saved.get_dtype()
     if code not in _DTYPES:
         raise CheckpointError(f"{name} in {path} has the dtype {code}; those that can be read are {', '.join(_DTYPES)}")
-    entry = Entry(tuple(shape), _DTYPES[code])
-    if end - begin != entry.nbytes:
-        raise CheckpointError(f"{name} in {path} has {end - begin} bytes, and a {entry} has {entry.nbytes}")
-    return _Place(entry, start + begin)
+    return Entry(tuple(saved.get_shape()), _DTYPES[code])
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -275,15 +275,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with unfinished.open("wb") as file:
+
+    def write(file: BinaryIO) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             _write(file, tensor)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_directory(path.parent)
+
+    write_whole(path, write, CheckpointError)
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> None:
@@ -292,22 +290,6 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step].cpu().view(torch.uint8)
         file.write(piece.numpy().data)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk; not every file system can."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def open_distributed(path: Path) -> DistributedReader:

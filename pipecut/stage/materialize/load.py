@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
+from ...files import inside, open_regular, read_json
 from ...text import did_you_mean, dtype_name, lines_of, listed
 from ...torch_internals import METADATA_FILE
 from .checkpoint import Checkpoint, DistributedCheckpoint, Entry, InMemory, SafetensorsFile, open_torch_file
@@ -174,7 +174,7 @@ def open_checkpoint(given: CheckpointLike) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    with path.open("rb") as file:
+    with open_regular(path, CheckpointError) as file:
         start = file.read(4)
     is_torch = start[:2] in (b"PK", b"\x80\x02")  # a zip file; a pickle, as torch wrote long ago
     return open_torch_file(path) if is_torch else SafetensorsFile(path)
@@ -242,12 +242,19 @@ class _Sharded:
 
 
 def _read_index(path: Path) -> _Sharded:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        file_of = {name: path.parent / file for name, file in content["weight_map"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f'{path} is not an index: it has no "weight_map" from names to files') from error
-    return _Sharded(str(path), file_of)
+    weight_map = read_weight_map(path)
+    return _Sharded(
+        str(path), {name: inside(path.parent, file, CheckpointError, str(path)) for name, file in weight_map.items()}
+    )
+
+
+def read_weight_map(path: Path) -> Mapping[str, Any]:
+    """Return what an index says: a file for each name."""
+    content = read_json(path, CheckpointError, "an index")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f'{path} is not an index: it has no "weight_map" from names to files')
+    return weight_map
 
 
 def stage_files(folder: Path) -> set[str]:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CheckpointError, warn
+from ...files import write_text
 from ...text import listed
 from ..replica import UnwrappedNames
-from .checkpoint import SafetensorsFile, sync_directory, write_safetensors
-from .load import INDEX, SAVE_KEY, stage_files
+from .checkpoint import SafetensorsFile, write_safetensors
+from .load import INDEX, SAVE_KEY, read_weight_map, stage_files
 from .tensors import has_values
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def save_stage(stage: PipelineStage, directory: str | os.PathLike[str], *, step:
                 f"{name} of stage {stage.stage_index} is in shards on several ranks: use pipecut.save_checkpoint, "
                 "which build_stage(..., checkpoint=path) reads too, or pipecut.export_safetensors"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made a folder: {error.strerror or error}") from error
     path = folder / stage_file(stage.stage_index, stage.num_stages, save)
     write_safetensors(path, tensors, {SAVE_KEY: save})
     write_index(folder, stage.num_stages, save)
@@ -137,7 +140,7 @@ def write_index(folder: Path, total: int, save: str) -> None:
     size = sum(content.entry(name).nbytes for content in opened.values() for name in content.names)
     before = _files_of_index(folder)
     text = json.dumps({"metadata": {"total_size": size, SAVE_KEY: save}, "weight_map": weight_map}, indent=2)
-    write_text(folder / INDEX, text)
+    write_text(folder / INDEX, text, CheckpointError)
     for name in before - set(opened):
         if name in stage_files(folder):  # other files are not ours to remove
             (folder / name).unlink(missing_ok=True)
@@ -146,19 +149,5 @@ def write_index(folder: Path, total: int, save: str) -> None:
         warn(f"files of saves into {folder} that did not come to the end are left alone: {listed(sorted(left), 4)}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file at once or not at all."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_directory(path.parent)
-
-
-def _files_of_index(folder: Path) -> set[str]:
-    if not (folder / INDEX).exists():
-        return set()
-    content: Mapping[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    return set(content["weight_map"].values())
+def _files_of_index(folder: Path) -> set[Any]:
+    return set(read_weight_map(folder / INDEX).values()) if (folder / INDEX).exists() else set()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, DisagreementError, InputError
+from ...files import write_text
 from ...run import PipelineSchedule, differences
 from ...stage import (
     SAVE_KEY,
@@ -29,7 +30,6 @@ from ...stage import (
     tensors_to_save,
     write_index,
     write_safetensors,
-    write_text,
 )
 from ...torch_internals import wrapped_attribute
 from .ranks import Position, check_copies, places_of, position_of, ranks_of
@@ -157,7 +157,7 @@ def _write_config(folder: Path, schedule: PipelineSchedule, config: Any) -> None
         if not hasattr(config, "save_pretrained"):
             return
     if isinstance(config, Mapping):
-        write_text(folder / "config.json", json.dumps(dict(config), indent=2))
+        write_text(folder / "config.json", json.dumps(dict(config), indent=2), CheckpointError)
     elif hasattr(config, "save_pretrained"):
         own = copy.deepcopy(config)  # as the model's own save_pretrained does, and the user's object stays as it is
         if schedule.info is not None and not getattr(own, "architectures", None):

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, warn
-from ...stage import TRAINING_MANIFEST, sync_directory, sync_file
+from ...files import inside, read_json, sync_directory, sync_file
+from ...stage import TRAINING_MANIFEST
 from ...text import counted, listed
 
 _FORMAT = 1  # of the files; a higher one is from a later version of pipecut
@@ -130,9 +131,9 @@ def _versions(content: Mapping[str, Any]) -> str:
 
 
 def _not_complete(path: Path) -> str:
-    inside = _complete(path)
-    if inside:
-        names = listed(sorted(each.name for each in inside), at_most=4)
+    complete = _complete(path)
+    if complete:
+        names = listed(sorted(each.name for each in complete), at_most=4)
         return f"{path} is a folder of checkpoints and not one: pass one of {names}, or the result of latest_checkpoint"
     if _NAME.fullmatch(path.name) or path.name.startswith(".step-"):
         return (
@@ -146,7 +147,7 @@ def _not_complete(path: Path) -> str:
 def _check_files(path: Path, manifest: Manifest) -> None:
     faults = []
     for name, size in manifest.files.items():
-        file = path / name
+        file = inside(path, name, CheckpointError, str(path / TRAINING_MANIFEST))
         if not file.is_file():
             faults.append(f"{name} is missing")
         elif file.stat().st_size != size:
@@ -158,10 +159,9 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((path / TRAINING_MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path / TRAINING_MANIFEST} is damaged: {error}. Remove {path}") from error
+    content = read_json(
+        path / TRAINING_MANIFEST, CheckpointError, f"a manifest, so that {path} is damaged; copy it anew, or remove it"
+    )
     return content if isinstance(content, dict) else {}
 
 

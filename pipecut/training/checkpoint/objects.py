@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...files import read_bytes
 from ...run import PipelineSchedule
 from ...stage import derive_seed
+from ...text import first_line
+
+_LARGEST = 16 << 30  # bytes of objects that are read from one file
 
 
 @runtime_checkable
@@ -45,7 +49,7 @@ def serialized(name: str, value: Any) -> bytes:
         torch.save(value, stream)
         _deserialized(stream.getvalue(), name)
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise CheckpointError(
             f"{name} cannot be saved, since it could not be read again without running code: {reason}. Let its "
             "state_dict() return numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of these"
@@ -58,13 +62,13 @@ def _deserialized(content: bytes, where: str) -> Any:
     try:
         with torch.serialization.safe_globals(_numpy_types()):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{where} cannot be read: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # a damaged pickle may fail in any way that Python has
+        raise CheckpointError(f"{where} cannot be read: {first_line(error)}") from error
 
 
 def read_objects(path: Path) -> Any:
     """Return the value in a file."""
-    return _deserialized(path.read_bytes(), str(path))
+    return _deserialized(read_bytes(path, CheckpointError, _LARGEST), str(path))
 
 
 def _numpy_types() -> list[Any]:

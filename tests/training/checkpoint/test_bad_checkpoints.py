@@ -235,7 +235,7 @@ class Harm:
         (without_file, r"is damaged: job\.pt is missing"),
         (half_written, r"was not written to the end: it has no checkpoint\.json\. Load another one"),
         (newer, r"has the format 2, and this version of pipecut reads format 1: .*newer one \(pipecut 9\.1\); update"),
-        (no_json, r"checkpoint\.json is damaged"),
+        (no_json, r"checkpoint\.json is not a manifest, so that .* is damaged; copy it anew, or remove it"),
         (harmful, r"it names shutil\.rmtree, which is no part of a checkpoint's description.*No code is run"),
     ],
 )
