@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..torch_internals import pytree
 
@@ -113,6 +113,23 @@ _NEVER = (type, types.FunctionType, types.ModuleType, torch.Tensor, nn.Module, *
 
 
 _CONTAINERS = (list, tuple, set, frozenset)
+
+
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operation takes or returns, alone and in lists, dicts and slices.
+
+    >>> [tensor.item() for tensor in nested_tensors((torch.tensor(1), {"at": [slice(torch.tensor(2), 3)]}))]
+    [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from nested_tensors(item)
+    elif isinstance(value, dict):
+        yield from nested_tensors(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from nested_tensors((value.start, value.stop, value.step))
 
 
 def is_tensor_holder(value: Any) -> bool:

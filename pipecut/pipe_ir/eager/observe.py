@@ -17,7 +17,7 @@ from ...torch_internals import STATE_DICTS, buffers_of, is_transforming, paramet
 from ..copies import quiet_subclass
 from ..operators import is_mark
 from ..sizes.dynamic import Place
-from ..structure import Atom, flatten
+from ..structure import Atom, flatten, nested_tensors
 from ..traced import Template
 
 CallKey = tuple[str, int]
@@ -137,12 +137,12 @@ class Watcher(TorchFunctionMode):
     ) -> Any:
         if self._own_work:
             return func(*args, **(kwargs or {}))
-        used = list(_nested_tensors((args, kwargs or {})))
+        used = list(nested_tensors((args, kwargs or {})))
         for tensor in used:
             self._note_use(tensor)
         result = func(*args, **(kwargs or {}))
         known = set(map(id, used))
-        for tensor in _nested_tensors(result):
+        for tensor in nested_tensors(result):
             if id(tensor) not in known:
                 self._makers.setdefault(tensor, tuple(self._open))
         if is_mark(func):
@@ -249,23 +249,12 @@ def _tensors(value: Any, *, holders: bool = False) -> list[Tensor]:
     return [leaf for leaf in flatten(value, holders=holders)[0] if isinstance(leaf, Tensor)]
 
 
-def _nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operation takes or returns, alone and in lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _nested_tensors(item)
-    elif isinstance(value, dict):
-        yield from _nested_tensors(list(value.values()))
-
-
 def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that a module and those inside it keep without having registered them."""
     for inner in module.modules():
         for name, value in vars(inner).items():
             if name not in STATE_DICTS:
-                yield from _nested_tensors(value)
+                yield from nested_tensors(value)
 
 
 def _version(tensor: Tensor) -> int:

@@ -28,7 +28,7 @@ from ...torch_internals import (
     wraps_for_vmap,
 )
 from ..operators import is_mark
-from ..structure import flatten
+from ..structure import flatten, nested_tensors
 from ..traced import PLAIN_TYPES
 from .events import Called, Effect, Entered, Event, History, Left, Line, SizeExpression, TensorNumber
 from .records import is_users_code
@@ -197,14 +197,14 @@ class HistoryRecorder(TorchFunctionMode):
         if self._paused or not self._open or wraps_for_vmap(func) or not self.listens():
             return func(*args, **kwargs)
         self.before_call()
-        used = list(_tensors((args, kwargs)))
+        used = list(nested_tensors((args, kwargs)))
         with torch_functions_off():
             versions = [_version(tensor) for tensor in used]
         result = func(*args, **kwargs)
         with torch_functions_off():
             written = [tensor for tensor, was in zip(used, versions, strict=True) if _version(tensor) != was]
             handed_on = self.handed_on(func, result, used, written)
-            made = list(_tensors(handed_on))
+            made = list(nested_tensors(handed_on))
             if made or written or is_mark(func):
                 same = {self._numbers.new(handed_on): self._numbers.of(result)} if handed_on is not result else {}
                 self._note_call(func, (args, kwargs), used, made, written, same)
@@ -315,18 +315,6 @@ _CONVERSIONS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {
     # A function that is defined in a forward is another object in every call.
     types.FunctionType: lambda value, frozen: ("function", value.__qualname__),
 }
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))
 
 
 def _version(tensor: Tensor) -> int:

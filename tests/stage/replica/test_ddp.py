@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,8 +51,8 @@ def count_averages(grid: Grid) -> dict[tuple[int, int], int]:
     return calls
 
 
-def average_once(number: int, schedule: str, options: dict[str, Any]) -> None:
-    grid = Grid(number, schedule, partial(copied, **options))
+def average_once(number: int, schedule: str, wrap: Callable[..., Any]) -> None:
+    grid = Grid(number, schedule, wrap)
     calls = count_averages(grid)
     for seed in range(3):
         grid.step(seed)
@@ -83,7 +84,7 @@ def average_once(number: int, schedule: str, options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_each_bucket_is_averaged_once_a_step(ranks: Ranks, schedule: str, options: dict[str, Any]) -> None:
-    ranks.run(average_once, schedule, options)
+    ranks.run(average_once, schedule, partial(copied, **options))
 
 
 def average_later(number: int) -> None:

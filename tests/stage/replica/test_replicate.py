@@ -13,29 +13,16 @@ from pipecut import StepError
 from pipecut.errors import InputError
 from pipecut.stage.replica import replica_of
 from tests.stage.replica.pipeline_grid import Grid, Part
-from tests.stage.replica.test_ddp import SPLIT, Choosy, HalfCopied, count_averages
+from tests.stage.replica.test_ddp import SPLIT, Choosy, HalfCopied, average_once
 from tests.stage.replica.wrappers import replicated
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def average_once(number: int, schedule: str) -> None:
-    grid = Grid(number, schedule, replicated)
-    calls = count_averages(grid)
-    for seed in range(2):
-        grid.step(seed)
-        grid.check_gradients()
-        assert {stage for stage, _ in calls} == set(grid.modules)
-        assert set(calls.values()) == {1}
-        calls.clear()
-        grid.check_eval(seed)
-    assert not calls
-
-
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
 def test_averaged_once_a_step(ranks: Ranks, schedule: str) -> None:
-    ranks.run(average_once, schedule)
+    ranks.run(average_once, schedule, replicated)
 
 
 def average_later(number: int) -> None:
