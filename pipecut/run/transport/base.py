@@ -2,7 +2,7 @@
 
 A transport is one class with the methods of `Transport`, and nothing else has to know it: pass a function that makes
 one, `transport=lambda rank, ranks: MyTransport(rank, ranks)`, to a schedule. It is called once for each rank that is in
-this process. Without it there are three (selection.py): a post office for ranks that are all in one process
+this process. Without it there are three (selection.py): queues for ranks that are all in one process
 (in_process.py), shared memory for processes on one host whose stages are on the CPU (shared_memory.py), and
 torch.distributed for all others (distributed.py). Reports of failures go over the store of the process group.
 """
