@@ -12,6 +12,7 @@ from pipecut.schedule import plan_for
 from pipecut.schedule.registry import FAMILIES
 from tests.run.gradient_traffic import watched
 from tests.support.models import WIDTH, chain_pipe, stages_of_chain, traced_stages
+from tests.support.sampling import sampled
 from tests.support.training import Problem, assert_trains_as_uncut
 
 STAGES, MICROBATCHES = 4, 5
@@ -40,7 +41,7 @@ def adapted(lowest: int) -> Problem:
 
 
 @pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize("lowest", [0, 2, 3])
+@pytest.mark.parametrize("lowest", sampled([0, 2, 3], lambda lowest: lowest == 2))
 def test_adapters_under_every_schedule(lowest: int, traced: bool) -> None:
     problem = adapted(lowest)
     stages = traced_stages(chain_pipe(problem)) if traced else stages_of_chain(problem.model)

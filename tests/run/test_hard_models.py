@@ -281,7 +281,7 @@ def test_an_unused_output_and_one_without_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV"], lambda name: name in ("ZB-H1", "DualPipeV"))
+    "name", sampled(["1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV"], lambda name: name == "DualPipeV")
 )
 def test_a_gpt_with_tied_embeddings(name: str) -> None:
     config = GPTConfig(vocabulary=32, context=8, layers=4, heads=2, width=16, tied_embeddings=True)

@@ -218,7 +218,7 @@ def convolutions() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "shape", "path"),
     [
-        (lambda: nn.Sequential(Block(), Block()), (5, 8), "1"),
+        pytest.param(lambda: nn.Sequential(Block(), Block()), (5, 8), "1", marks=pytest.mark.slow),
         (lambda: nn.Sequential(Block(), Block()), (5, 8), "1.mlp"),
         (convolutions, (3, 8, 8), "3"),
         (lambda: Flattening(tripled_if_large), (2, 4), "c"),

@@ -15,6 +15,7 @@ from pipecut import PipelineStage, Schedule1F1B, clip_grad_norm_, get_total_norm
 from pipecut.errors import InputError, NonFiniteNormError
 from pipecut.run import PipelineSchedule
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 from tests.training.exact_models import Case
 
 QUICK, ALL = 6, 200
@@ -134,7 +135,7 @@ def test_parameters_may_be_a_group_parameters_or_names() -> None:
     assert get_total_norm(schedule, parameters=[]).item() == 0.0
 
 
-@pytest.mark.parametrize("norm_type", [2, 1, 0, 2.5, "inf", -math.inf])
+@pytest.mark.parametrize("norm_type", sampled([2, 1, 0, 2.5, "inf", -math.inf], lambda kind: kind in (2, 0, "inf")))
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
 def test_gradients_of_several_dtypes(norm_type: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     class Cast(nn.Linear):

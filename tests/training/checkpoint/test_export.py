@@ -39,7 +39,7 @@ def test_the_folder_is_read_back_under_any_cut(tmp_path: Path) -> None:
             assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_copies_and_shards_are_exported_once(wrapper: str, two_ranks: Ranks, tmp_path: Path) -> None:
     states = two_ranks.run(rank_cases.export_hybrid, str(tmp_path), wrapper)
     stage = cut(1).build_stage(0, "cpu", checkpoint=tmp_path)
