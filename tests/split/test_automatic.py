@@ -15,10 +15,12 @@ from pipecut import Pipe, PipeWarning, SplitPoint, pipeline, plan
 from pipecut.errors import InputError, SplitError
 from pipecut.planning import measure as stage_times
 from pipecut.planning.measure import Run
-from pipecut.planning.measured_chain import measured_chain, refined_cut
-from pipecut.split.automatic import balanced_cut
+from pipecut.planning.measured_chain import _fitted, _MeasuredCut, measured_chain, refined_cut
+from pipecut.split.automatic import BalancedCut, balanced_cut
+from pipecut.split.balance.solve import evaluate_cuts
 from pipecut.split.chain import chain_of
 from pipecut.split.cost.machine import Machine
+from pipecut.split.cost.times import Times
 from tests.support.sampling import sampled
 
 
@@ -151,6 +153,19 @@ def test_a_cut_is_corrected_by_what_its_stages_took(monkeypatch: pytest.MonkeyPa
     assert balanced_cut(chain, 2).balance.cuts == (3,)  # 3 and 9
     found = refined_cut(chain, functools.partial(balanced_cut, stages=2), (x,))
     assert [cut.label for cut in found.plan.cuts] == ["the cut after '3'"]  # 4 and 8
+
+
+def test_times_are_fitted_to_the_stages_of_all_measured_cuts() -> None:
+    """Of two cuts the stages took 3 and 9, and 4 and 8: so the block between them took 1."""
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.ones(4, 8)
+    chain = chain_of(pipeline(model, (x,), num_stages=1).traced).with_times([Times(1.0)] * 6)
+    measured = []
+    for cut, totals in ((3, (3.0, 9.0)), (4, (4.0, 8.0))):
+        balance = evaluate_cuts(chain.blocks(), [cut], 2)
+        measured.append(_MeasuredCut(BalancedCut(chain.plan([cut]), balance, chain), None, [[*map(Times, totals)]]))
+    assert measured[0].imbalance == 1.5
+    fitted = [each.forward for each in _fitted(chain, measured).times]
+    assert fitted == pytest.approx([1, 1, 1, 1, 4, 4], rel=0.01)
 
 
 def test_what_was_measured_of_a_block_is_divided_inside_it() -> None:
