@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import pipecut
 from pipecut import InputError, Machine, SplitError, pipeline
+from pipecut.split.automatic import balanced_cut
+from pipecut.split.chain import chain_of
 from pipecut.split.cost import machine_of
 
 ENTRY = {"peak_tflops": {"float32": 20, "bfloat16": 300}, "memory_gb_per_s": 2000, "link_gb_per_s": 50}
@@ -154,3 +156,22 @@ def test_the_default_machine_is_where_the_model_is() -> None:
     assert pipeline(model, (x,), num_stages=2).balance.endswith("by analytic times on h100")
     found = pipecut.plan(model, x, ranks=2, batch=8, schedules=["1F1B"], time_budget=0.0)
     assert "by analytic times on h100" in str(found)
+
+
+@pytest.mark.slow
+def test_layers_of_a_published_model_stay_whole_unless_a_cut_inside_gains() -> None:
+    """32 layers and a head as long as 2.4 of them, as Llama of 8B has, on the accelerator of the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(32)), nn.Linear(WIDTH, 22 * WIDTH)).to(torch.bfloat16)
+        x = torch.ones(1, 4096, WIDTH, dtype=torch.bfloat16)
+    chain = chain_of(pipeline(model, (x,), num_stages=1).traced)
+    assert chain.machine.name == "h100"
+    inside = {place.cut.tick for place in chain.places if place.inside_layer}
+    for stages in (4, 8, 16):
+        found = balanced_cut(chain, stages)
+        whole = balanced_cut(chain, stages, cut_inside_layers=False)
+        cuts_inside = [cut.label for cut in found.plan.cuts if cut.tick in inside]
+        if stages == 4:
+            assert not cuts_inside
+        gain = whole.balance.bottleneck / found.balance.bottleneck
+        assert gain > 1.03 if cuts_inside else gain == pytest.approx(1, abs=0.05)
