@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 from torch import nn
 
 from .errors import SplitError, warn
-from .pipe import Pipe, check_is_uncut_model
+from .pipe import Pipe, check_is_uncut_model, unsent_text
 from .pipe_ir import Dynamic, ModelTracer, TracedModel, TracerName, check_tracer_name, warn_of_fixed_dims
 from .planning import measured_cut
 from .split import (
+    USED,
     AutomaticCuts,
     Balancing,
     CostName,
     MachineLike,
+    Outputs,
     SplitPlan,
     SplitPoint,
     SplitPolicy,
@@ -27,6 +30,8 @@ from .split import (
     cuts_by_spec,
 )
 from .text import Memory
+
+_logger = logging.getLogger(__name__)
 
 
 def pipeline(
@@ -44,6 +49,7 @@ def pipeline(
     memory_limit: Memory = None,
     machine: MachineLike | None = None,
     cut_inside_layers: bool | None = None,
+    outputs: Outputs = USED,
 ) -> Pipe:
     """Cut a model into stages.
 
@@ -73,6 +79,11 @@ def pipeline(
     on the example inputs, in a few sizes. `tracer="export"` makes it an error; `tracer="fx"` goes this way at once,
     without a warning.
 
+    In a training step stages send what later stages use. An output that an earlier stage makes and nothing but the
+    caller would read, such as the keys and values that a language model returns by default, stays there; in the result
+    its place raises an error when it is read, by loss_fn too. `outputs` names those that are sent in any case, as in
+    `["hidden_states"]` (numbers, for a tuple), or is "all". `pipe(...)` and evaluations return every output.
+
     Without any cut the model is one stage, with a warning, unless `num_stages=1` asks for that.
 
     >>> import torch
@@ -91,7 +102,9 @@ def pipeline(
     balancing = Balancing(cost, speeds, memory_limit, machine, cut_inside_layers)
     cuts = RequestedCuts(module, mb_args, mb_kwargs, split_spec, split_policy, num_stages, balancing)
     check_tracer_name(tracer)
-    pipe = cut_model(ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic), cuts, Pipe)
+    pipe = cut_model(ModelTracer(tracer, module, mb_args, mb_kwargs, dynamic), cuts, Pipe, outputs)
+    if pipe.unsent:
+        _logger.info(unsent_text(pipe))
     warn_of_fixed_dims(pipe.traced)
     if pipe.num_stages == 1 and num_stages is None:
         warn(

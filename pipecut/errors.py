@@ -57,6 +57,10 @@ class AbsentTensorError(PipeError, AttributeError):
     """A tensor was asked for that another stage has."""
 
 
+class UnsentOutputError(PipeError):
+    """An output was used that a training step does not send to the last stage."""
+
+
 class ExampleError(InputError, RuntimeError):
     """Example arguments that do not make a call; also a RuntimeError, as for any model that could not be traced."""
 

@@ -21,6 +21,7 @@ from ..pipe_ir import (
     StageInfo,
     TiedParameter,
     TracedModel,
+    UnsentOutput,
     bind_inputs,
     may_draw,
     sizes_of,
@@ -44,8 +45,9 @@ class Pipe:
     True
 
     `recomputed` are values that a stage makes once more instead of receiving them, `only_returned` those that come to
-    the last stage from earlier ones and are used there for nothing but the model's output. `balance` says in words how
-    even stages are that were found automatically.
+    the last stage from earlier ones and are used there for nothing but the model's output. `unsent` are outputs that
+    earlier stages make, and that only a call of the pipe or an evaluation sends to the last. `balance` says in words
+    how even stages are that were found automatically.
 
     A call of another form than the example, without an optional argument or with another flag, is traced by `retrace`
     when it is first made, and cut at the same places; `variants` has these.
@@ -59,8 +61,10 @@ class Pipe:
     unused_parameters: tuple[str, ...]
     recomputed: tuple[RecomputedValue, ...] = ()
     only_returned: tuple[int, ...] = ()
+    unsent: tuple[UnsentOutput, ...] = ()
     balance: str = ""
     retrace: Retrace | None = None
+    whole: Callable[[int], Pipe] | None = None  # cuts it as a variant, given its number, that returns all outputs
     variants: Variants = field(init=False)
     _names: tuple[str, ...] = field(init=False)  # see PipeInfo; those of now, for the user may add to the model
 
@@ -90,6 +94,7 @@ class Pipe:
             self.traced.call,
             self._is_random(),
             self._names,
+            self.unsent,
         )
 
     def _is_random(self) -> bool:
@@ -120,7 +125,7 @@ class Pipe:
         return sizes_of(call.dims, bind_inputs(call, args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        variant = self.variants.number_for(args, kwargs)
+        variant = self.variants.whole(self.variants.number_for(args, kwargs))
         infos = self.variants.info(variant)
         values: dict[int, Any] = dict(bind_inputs(infos.call, args, kwargs))
         which = self.variants.installed(variant)

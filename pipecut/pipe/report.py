@@ -41,6 +41,8 @@ def describe(pipe: Pipe) -> str:
         parts.append(f"balance: {pipe.balance}")
     if pipe.edges:
         parts.append("edges\n" + "\n".join(f"  {_edge(edge)}" for edge in pipe.edges))
+    if pipe.unsent:
+        parts.append(unsent_text(pipe))
     parts += [f"recomputed in {text}" for text in _recomputed(pipe)]
     parts += [
         f"tied: {' = '.join(tie.names)} in stages {', '.join(map(str, tie.stages))} (owner: stage {tie.owner})"
@@ -52,6 +54,16 @@ def describe(pipe: Pipe) -> str:
     if sizes:
         parts.append(f"symbolic dims, as in the example: {sizes}")
     return "\n".join(parts)
+
+
+def unsent_text(pipe: Pipe) -> str:
+    """Return in one line what stays where it is made, and what that saves."""
+    names = dict.fromkeys(each.name.partition(".")[0].partition("[")[0] or each.name for each in pipe.unsent)
+    sizes = [_example_bytes(each.spec, pipe.traced.hints) for each in pipe.unsent]
+    return (
+        f"not sent in training: {listed(names)}, {counted(len(sizes), 'value')} of {format_bytes(sum(sizes))} "
+        'per microbatch that only the caller would read; outputs="all" in pipeline() sends them'
+    )
 
 
 def _recomputed(pipe: Pipe) -> list[str]:
@@ -323,8 +335,16 @@ def _only_returned(pipe: Pipe) -> Iterator[str]:
         yield (
             f"the model's output has {number} of {_total(pipe, edges)} that {verb[0]} from earlier stages and "
             f"{verb[1]} sent to the last only to be returned: {listed(edge.name for edge in edges)}. If nobody needs "
-            "them, call the model "
-            "so that it does not return them"
+            "them in a training step, leave them out of `outputs` in pipeline()"
+        )
+
+
+def _unsent(pipe: Pipe) -> Iterator[str]:
+    if pipe.unsent:
+        yield unsent_text(pipe)
+        yield (
+            "in their places the result of step(), and what loss_fn gets, has objects that raise an error when "
+            "they are used; eval() and pipe(...) return the outputs"
         )
 
 
@@ -362,5 +382,6 @@ _SECTIONS: dict[str, Callable[[Pipe], Iterator[str]]] = {
     "sent between stages": _edges,
     "recomputed": _recomputed_section,
     "sent only to be returned": _only_returned,
+    "not sent": _unsent,
     "parameters": _parameters,
 }

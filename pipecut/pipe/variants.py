@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from ..errors import InputError, PipeError, warn
+from ..errors import InputError, PipeError, SplitError, warn
 from ..pipe_ir import ForwardOf, PipeInfo, TracedModel, bind_inputs, can_be_retraced, has_form
 from ..split import add_variant, check_no_new_hooks, check_same_places
+from ..text import listed
 
 if TYPE_CHECKING:
     from .pipe import Pipe
@@ -34,6 +35,7 @@ class Variants:
     def __init__(self, pipe: Pipe, retrace: Retrace | None) -> None:
         self._first = weakref.ref(pipe)  # which has this: a cycle would keep the model alive until it is collected
         self._others: list[Pipe] = []
+        self._whole: dict[int, int] = {}  # from the number of a form to that of the variant with all of its outputs
         self._retrace = retrace
         self._infos: list[PipeInfo] = []
         self._installed: set[int] = {0}  # in the stages of the pipe
@@ -65,8 +67,8 @@ class Variants:
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Return the number of a call's form, None if the model was not traced for it."""
-        found = (number for number, pipe in enumerate(self.pipes) if has_form(pipe.traced.call, args, kwargs))
-        return next(found, None)
+        forms = ((number, pipe) for number, pipe in enumerate(self.pipes) if number not in self._whole.values())
+        return next((number for number, pipe in forms if has_form(pipe.traced.call, args, kwargs)), None)
 
     def can_add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return True if the model can be traced for the form of a call: it differs by tensors and plain values."""
@@ -74,22 +76,42 @@ class Variants:
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Trace the model for the form of a call, given for one microbatch, and return its number."""
-        first, number = self.pipes[0], len(self)
-        assert self._retrace is not None  # see can_add
-        apart = _generated(first)
+        first, retrace = self.pipes[0], self._retrace
+        assert retrace is not None  # see can_add
         try:
-            with torch.inference_mode(False):
-                made = self._retrace(args, kwargs, first.traced, number, apart)
-            check_same_places(self._parameters, made.stages, made.traced)
-            check_no_new_hooks(first.traced.model, apart, _generated(made))
+            number = self._cut(lambda number: retrace(args, kwargs, first.traced, number, _generated(first)))
         except PipeError as error:
             raise _failed(first, args, kwargs, error) from error
-        self._others.append(made)
-        if number == _MANY:
+        if number - len(self._whole) == _MANY:
             warn(
-                f"{first.traced.call.model_name} has been traced for {number} forms of calls besides the example, "
+                f"{first.traced.call.model_name} has been traced for {_MANY} forms of calls besides the example, "
                 "which takes time and memory for each: pass a number that changes from call to call as a tensor"
             )
+        return number
+
+    def whole(self, number: int) -> int:
+        """Return the number of the variant that returns all outputs of a form; mostly that is the form itself."""
+        pipe = self.pipes[number]
+        if pipe.whole is None or not pipe.unsent:
+            return number
+        if number not in self._whole:
+            try:
+                self._whole[number] = self._cut(pipe.whole)
+            except SplitError as error:
+                raise SplitError(
+                    f"the outputs {listed((each.name for each in pipe.unsent), 3)}, which training steps do not send, "
+                    f"cannot be sent in other calls: {error}"
+                ) from error
+        return self._whole[number]
+
+    def _cut(self, make: Callable[[int], Pipe]) -> int:
+        """Make a variant, which gets its number, and check that the stages can run it."""
+        number, first = len(self), self.pipes[0]
+        with torch.inference_mode(False):
+            made = make(number)
+        check_same_places(self._parameters, made.stages, made.traced)
+        check_no_new_hooks(first.traced.model, _generated(first), _generated(made))
+        self._others.append(made)
         return number
 
     def info(self, number: int) -> PipeInfo:

@@ -78,3 +78,7 @@ from .tracing.run import has_forward_hooks as has_forward_hooks
 from .tracing.tracer import ModelTracer as ModelTracer
 from .tracing.tracer import TracerName as TracerName
 from .tracing.tracer import check_tracer_name as check_tracer_name
+from .unsent import Unsent as Unsent
+from .unsent import UnsentOutput as UnsentOutput
+from .unsent import UnsentValue as UnsentValue
+from .unsent import as_values as as_values

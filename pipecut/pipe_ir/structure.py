@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_internals import pytree
+from .unsent import Unsent, UnsentValue
 
 Path = tuple[str, ...]
 
@@ -174,8 +175,8 @@ class _CircleError(Exception):
 
 
 def _finds_tensor(value: Any, around: frozenset[int]) -> bool:
-    """Return True if there is a tensor inside."""
-    if isinstance(value, torch.Tensor):
+    """Return True if there is a tensor inside, or the place of one that was not sent."""
+    if type(value) in (Unsent, UnsentValue) or isinstance(value, torch.Tensor):
         return True
     if isinstance(value, dict):
         inside: Iterable[Any] = value.values()
@@ -244,7 +245,9 @@ _OPENERS: dict[type, Callable[[Any], _Opened | None]] = {
     torch.Size: lambda value: ([f"[{index}]" for index in range(len(value))], list(value), torch.Size),
     list: lambda value: ([f"[{index}]" for index in range(len(value))], value, list),
     dict: _open_dict,
-    **dict.fromkeys((type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter), lambda value: None),
+    **dict.fromkeys(
+        (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, Unsent, UnsentValue), lambda value: None
+    ),
 }
 
 

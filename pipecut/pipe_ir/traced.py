@@ -20,6 +20,7 @@ from torch import nn
 
 from .spec import Dim, TensorSpec
 from .structure import Atom, Structure, flatten
+from .unsent import UnsentOutput
 
 if TYPE_CHECKING:
     from .tracing.events import History, KeptValue
@@ -282,6 +283,7 @@ class TracedModel:
     `autocast` is the one around the whole trace, in words. `draws` are the random numbers outside of operations, as
     lines of code or names of generators, by which the code may have decided. `history` is what the traced run did, to
     be compared with other runs; a cut model does not have it any more.
+    `optional_outputs` are the values of the output that are not sent to the last stage for its sake alone.
     """
 
     operations: tuple[Operation, ...]
@@ -307,6 +309,7 @@ class TracedModel:
     autocast: str = ""
     draws: tuple[str, ...] = ()
     history: History | None = None
+    optional_outputs: frozenset[int] = frozenset()
 
     @property
     def call(self) -> TracedCall:
@@ -412,3 +415,4 @@ class PipeInfo:
     call: TracedCall
     is_random: bool = False  # True if the model draws random numbers, or may
     names: tuple[str, ...] = ()  # all names of parameters, buffers and extra state, in the model's order
+    unsent: tuple[UnsentOutput, ...] = ()

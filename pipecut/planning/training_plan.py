@@ -21,7 +21,7 @@ from ..pipe import Pipe, check_is_uncut_model
 from ..pipe_ir import Dynamic, ModelTracer, TracedModel
 from ..run import PlannedSchedule
 from ..schedule import Plan, Report, lower_bound, problem_for
-from ..split import SplitPlan, chain_of, changed_state, cut_model
+from ..split import USED, SplitPlan, chain_of, changed_state, cut_model
 from ..text import counted, format_bytes
 from .candidate import Candidate
 from .choices import Choice, Source
@@ -254,7 +254,7 @@ def _cut_at_labels(
         return SplitPlan(tuple(places[label] for label in labels))
 
     check_is_uncut_model(model)
-    return cut_model(ModelTracer("auto", model, args, kwargs, dynamic), find_cuts, Pipe)
+    return cut_model(ModelTracer("auto", model, args, kwargs, dynamic), find_cuts, Pipe, USED)
 
 
 # Table of a training plan: the choice, its stages, and the alternatives.

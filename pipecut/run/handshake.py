@@ -245,6 +245,7 @@ def facts_of_pipe(info: PipeInfo) -> dict[str, str]:
         "model": info.call.model_name,
         **{f"stage {stage.index}": stage.structure for stage in info.stages},
         **{f"value {edge.name} from stage {edge.source} to stage {edge.target}": str(edge.spec) for edge in info.edges},
+        **{f"output {each.name} of stage {each.stage}, not sent in training": str(each.spec) for each in info.unsent},
     }
 
 

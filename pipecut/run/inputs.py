@@ -89,7 +89,7 @@ class InputCutter:
         self.connection.seed = shared.seed if info is None or info.is_random else 0
         states = {}
         for rank in self.connection.ranks:
-            state = StepState(given.training, shared.samples, shared.sizes, shared.seed, shared.form)
+            state = StepState(given.training, shared.samples, shared.sizes, shared.seed, shared.form, shared.whole)
             state.loss_kwargs, state.weights = given.loss_kwargs or {}, shared.weights
             state.keep_results, state.merge_spec = given.return_outputs, given.merge_spec
             if calls is not None and rank == self.first:
@@ -170,7 +170,8 @@ class InputCutter:
         seed = 0 if self.seeds is None else self.seeds.next(training=training)
         numbers = None
         if calls is not None:
-            numbers = [calls.form, seed, int(calls.made.samples_first), int(calls.made.in_order)]
+            whole = int(not training and self.forms.can_return_all(calls.form))
+            numbers = [calls.form, seed, int(calls.made.samples_first), int(calls.made.in_order), whole]
             weights = self._weights_of(calls, training)
             bits = [_NO_WEIGHT] * len(calls.samples) if weights is None else list(map(as_integer, weights))
             for samples, weight, sizes in zip(calls.samples, bits, calls.sizes, strict=True):
@@ -180,7 +181,7 @@ class InputCutter:
         while header[0] == NEW:
             self.forms.add_on_ranks(None)
             header = self.connection.share(kind, self.first, numbers)
-        form, seed, first, in_order, *rest = header
+        form, seed, first, in_order, whole, *rest = header
         info = self.forms.info(form)
         width = 2 + (1 if info is None else len(info.call.dims))
         bits = rest[1::width]
@@ -192,6 +193,7 @@ class InputCutter:
             bool(in_order),
             seed,
             form,
+            bool(whole),
         )
 
     def _weights_of(self, calls: Calls, training: bool) -> list[float] | None:
@@ -247,3 +249,4 @@ class _Shared:
     in_order: bool  # True if the microbatches hold consecutive samples
     seed: int  # of the random numbers
     form: int  # of the call
+    whole: bool  # True if all outputs are sent

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..pipe_ir import flatten, map_leaves, unflatten
+from ..pipe_ir import as_values, flatten, map_leaves, unflatten
 from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
 from .inputs import Given
 from .loss import BatchLoss, Losses, Objective, Weighing, check_no_nan
@@ -29,11 +29,13 @@ class LastStage:
         """Make the loss of a microbatch, and keep its result."""
         output = stage.select_output(flight.result)
         is_own = self.objective.loss_fn is None
+        has_unsent = stage.pipe_info is not None and bool(stage.pipe_info.unsent)
         target = None if state.targets is None else state.targets[microbatch]
         with torch.set_grad_enabled(state.training):
             state.in_loss_fn = not is_own
             # A loss of the model's own is found by its name, which only the whole result has.
-            loss = self.objective.loss(flight.result if is_own else output, target, state.loss_kwargs)
+            read = flight.result if is_own else _with_values(output) if has_unsent else output
+            loss = self.objective.loss(read, target, state.loss_kwargs)
             state.in_loss_fn = False
         if loss is None and state.training_undecided:
             state.training = False
@@ -46,7 +48,7 @@ class LastStage:
             result = output.detach() if type(output) is Tensor else _detached(output)
             if not state.results:
                 self._check_mergeable(result, microbatch, state)
-            state.results[microbatch] = result
+            state.results[microbatch], state.has_unsent = result, has_unsent
         if state.training:
             flight.result = None
 
@@ -105,6 +107,8 @@ def results(
         check_no_nan(counted)
     total = losses.total(scaled, counted)
     output = _merged(last, losses, total, scaled=scaled) if given.return_outputs else None
+    if last.has_unsent:
+        output = _with_values(output)
     return output, BatchLoss(1, total) if last.losses else BatchLoss()
 
 
@@ -155,6 +159,11 @@ def _known_rows(state: StepState, microbatches: Sequence[int]) -> list[set[int]]
 def _needs_gradient(stage: PipelineStage, flight: Flight) -> bool:
     inputs = any(isinstance(value, Tensor) and value.requires_grad for value in flight.inputs)
     return inputs or bool(stage.weights.parameters)
+
+
+def _with_values(result: Any) -> Any:
+    """Return a result with values that raise in the places of outputs that were not sent."""
+    return map_leaves(as_values, result, holders=True)
 
 
 def _detached(result: Any) -> Any:

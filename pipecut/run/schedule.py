@@ -150,7 +150,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
         self._loss_weight = loss_weight
         self.seeds = None if random_numbers == "per_process" else StepSeeds()
         # By training, the number of microbatches, and scale_grads, which may be set.
-        self._runners: dict[tuple[bool, int, bool, int], Runner] = {}
+        self._runners: dict[tuple[bool, int, bool, int, bool], Runner] = {}
         self._last_runner: Runner | None = None
         self._custom: dict[Op, CustomFunction] = {}
         self._loss_terms: list[LossTerm] = []
@@ -330,8 +330,8 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
                 states = self._states(given)
                 some = next(iter(states.values()))
                 self._meter.begin(some.samples, given, self.count_tokens)
-                self._forms.use(some.form)
-                runner = self._runner(given.training, len(some.samples), some.form)
+                self._forms.use(some.form, whole=some.whole)
+                runner = self._runner(given.training, len(some.samples), some.form, some.whole)
                 watching = self._isolation.begin(runner.executors, training=given.training)
             with watching:
                 trains = self._run_actions(runner, states, given)  # reports what goes wrong by itself
@@ -396,13 +396,13 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
         if given.losses is not None and not isinstance(given.losses, list):
             raise LossesError(f"losses must be a list, which is filled; got {type(given.losses).__name__}")
 
-    def _runner(self, training: bool, microbatches: int, form: int) -> Runner:
-        key = training, microbatches, self.scale_grads, form
+    def _runner(self, training: bool, microbatches: int, form: int, whole: bool) -> Runner:
+        key = training, microbatches, self.scale_grads, form, whole
         if key not in self._runners:
-            info = self._forms.info(form)
+            info = self._forms.info(form, whole=whole)
             plan = self.plan if microbatches == self.plan.microbatches else first_part(self.plan, microbatches)
             plan = plan if training else forward_part(plan)
-            if form and info is not None:
+            if (form or whole) and info is not None:
                 plan = plan.with_dataflow(with_states(dataflow_of(info), self.random_numbers))
             parts = Assembly(
                 info,

@@ -29,6 +29,7 @@ class StepState:
     sizes: list[tuple[int, ...]]  # of each microbatch: the symbolic dims, or a number that stands for all shapes
     seed: int = 0  # of the random numbers
     form: int = 0  # of the call: the trace that it is of
+    whole: bool = False  # True: outputs are sent that only the caller reads
     training_undecided: bool = False  # True until the model's output shows whether there is a loss to train with
 
     # The data of the microbatches.
@@ -46,6 +47,7 @@ class StepState:
     in_order: bool = True  # False if the microbatches do not hold consecutive samples
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    has_unsent: bool = False  # True if outputs are missing in the results, which were not sent
     loss_place: int | None = None  # the leaf of the results that is the loss, if they hold it
 
     # Values in transit between stages.

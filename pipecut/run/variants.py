@@ -41,14 +41,26 @@ class Forms:
         self._connection = connection
         self._infos = [info]  # None for modules that were cut by hand
         self._numbers = [0]  # of the pipe's variants, which this process may have in another order
+        self._whole: dict[int, tuple[int, PipeInfo]] = {}  # by form, the variant that returns all outputs
 
-    def info(self, form: int) -> PipeInfo | None:
+    def info(self, form: int, *, whole: bool = False) -> PipeInfo | None:
         """Return what is known of the stages and edges; None for modules that were cut by hand."""
-        return self._infos[form]
+        return self._whole_of(form)[1] if whole else self._infos[form]
 
-    def use(self, form: int) -> None:
-        """Let the stages run calls of a form."""
-        number = self._numbers[form]
+    def can_return_all(self, form: int) -> bool:
+        """Return True for a form that has a variant with more outputs, if there is a pipe to ask for it."""
+        info = self._infos[form]
+        return info is not None and bool(info.unsent) and (form in self._whole or self._stages[0].variants is not None)
+
+    def _whole_of(self, form: int) -> tuple[int, PipeInfo]:
+        if form not in self._whole:
+            number = self._pipe.whole(self._numbers[form])
+            self._whole[form] = number, self._pipe.info(number)
+        return self._whole[form]
+
+    def use(self, form: int, *, whole: bool = False) -> None:
+        """Let the stages run calls of a form, with the outputs that training steps send, or with all of them."""
+        number = self._whole_of(form)[0] if whole else self._numbers[form]
         for stage in self._stages:  # each is asked: one of them may have failed to get another variant
             if stage.variant != number:
                 stage.use_variant(number)

@@ -395,7 +395,8 @@ class _ChainMaker:
         for op in self.operations:
             for index in op.refs:
                 found[index] = max(found.get(index, -1), op.tick)
-        return found | dict.fromkeys(self.traced.output.refs, self.traced.root.end + 1)
+        returned = set(self.traced.output.refs) - self.traced.optional_outputs
+        return found | dict.fromkeys(returned, self.traced.root.end + 1)
 
     def _free_to_make(self) -> set[int]:
         """Find values made of sizes, constants and buffers alone."""

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import sympy
 
-from ..errors import InputError
-from ..pipe_ir import HERE, ModelTracer, RecomputedValue, StageInfo, TracedModel, bind_inputs
+from ..errors import InputError, SplitError
+from ..pipe_ir import HERE, ModelTracer, RecomputedValue, Ref, StageInfo, TracedModel, Unsent, bind_inputs
 from ..text import structure_text
 from .build import (
     build_stage_module,
@@ -26,6 +26,7 @@ from .codegen import Emitter, Function, Naming, name_values
 from .cost import flops_between
 from .dataflow import NUMBER_DTYPES, Flow, StageFlow, flow, wire_order
 from .modes import ModeDifferences, compare_modes
+from .outputs import ALL, Outputs, RequestedOutputs
 from .points import SplitPlan
 from .program import Piece, WholeCall, conditions_of_generated_code, partition, used_by_items, walk
 from .recompute import recompute
@@ -44,18 +45,21 @@ _FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
 _PipeT = TypeVar("_PipeT")
 
 
-def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _PipeT]) -> _PipeT:
+def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _PipeT], outputs: Outputs = ALL) -> _PipeT:
     """Trace a model, find its cuts, and cut it there; `into` is the class that the cut model becomes.
 
     It gets a function that does all this again for a call of another form: see `_cut_again`.
     """
-    return _trace_and_cut(tracer, find_cuts, partial(into, retrace=partial(_cut_again, tracer, find_cuts, into)))
+    requested = RequestedOutputs.of(outputs)
+    retrace = partial(_cut_again, tracer, find_cuts, into, requested)
+    return _Cutter(tracer, find_cuts, requested).cut(partial(into, retrace=retrace))
 
 
 def _cut_again(
     tracer: ModelTracer,
     find_cuts: _FindCuts,
     into: Callable[..., _PipeT],
+    outputs: RequestedOutputs,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     first: TracedModel,
@@ -67,52 +71,111 @@ def _cut_again(
     Modules at the paths of `apart` have generated forwards already, and get another: their own code is gone.
     """
     again = tracer.for_call(args, kwargs, first.training, first.device)
-    return _trace_and_cut(again, find_cuts, into, variant, apart)
+    return _Cutter(again, find_cuts, outputs, variant, apart).cut(into)
 
 
-def _trace_and_cut(
-    tracer: ModelTracer,
-    find_cuts: _FindCuts,
-    into: Callable[..., _PipeT],
-    variant: int = 0,
-    apart: Collection[str] = (),
-) -> _PipeT:
-    """Trace a model as often as needed, and cut it.
+class _Cutter:
+    """Cuts a model for calls of one form, traced as often as needed."""
 
-    The first trace shows which modules are cut. If some of these have forward hooks, the hooks must be part of a second
-    trace; if their forward looks at `training`, a trace in the other mode shows what differs there.
-    """
-    traced = tracer.trace()
-    plan = find_cuts(traced)
-    programs = partition(traced, plan.ticks, apart=apart)
-    if tracer.enlarges and not _holds_for_example(tracer, traced, programs):
-        tracer.enlarges = False
-        return _trace_and_cut(tracer, find_cuts, into, variant, apart)
-    check_no_backward_hooks(traced, programs)
-    live_hooks = hooks_to_trace(traced, programs)
-    if live_hooks:
-        traced = tracer.trace(live_hooks)
-        plan = find_cuts(traced)
-        programs = partition(traced, plan.ticks, apart=apart)
-    cut = partial(partition, apart=apart)
-    cuts = Checks(tracer, traced, live_hooks).kept_whole(Cuts(traced, plan, programs), find_cuts, cut)
-    traced, plan, programs = cuts.traced, cuts.plan, cuts.programs
-    warn_of_assigned_attributes(traced, programs)
-    modes = ModeDifferences()
-    mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
-    if mode_dependent & traced.mode_readers:
-        other = tracer.trace(live_hooks, training=not traced.training)
-        known = {each.path: each for each in (*other.fallbacks, *traced.fallbacks)}
-        other = replace(other, fallbacks=tuple(known.values()))
-        other_plan = find_cuts(other)
-        other_programs = partition(other, other_plan.ticks, apart=apart)
-        assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
-        modes = compare_modes(traced, programs, other, other_programs)
-        checks = Checks(tracer, other, live_hooks, training=other.training)
-        changing = checks.changing_paths(Cuts(other, other_plan, other_programs))
-        modes = modes.bound_to(programs, changing, traced.training)
-    modes = replace(modes, only_with_gradients=cuts.only_with_gradients)
-    return _cut_programs(traced, plan, programs, modes, into, variant=variant)
+    def __init__(
+        self,
+        tracer: ModelTracer,
+        find_cuts: _FindCuts,
+        outputs: RequestedOutputs,
+        variant: int = 0,
+        apart: Collection[str] = (),
+    ) -> None:
+        self.tracer, self.find_cuts, self.outputs = tracer, find_cuts, outputs
+        self.variant, self.apart = variant, apart
+        self.live_hooks: set[str] = set()
+        self._other: tuple[TracedModel, Checks] | None = None  # the trace in the other mode, while the model is cut
+
+    def cut(self, into: Callable[..., _PipeT]) -> _PipeT:
+        """Trace the model, and cut it.
+
+        The first trace shows which modules are cut. If some of these have forward hooks, the hooks must be part of a
+        second trace; if their forward looks at `training`, a trace in the other mode shows what differs there.
+        """
+        cuts = self._traced()
+        if not self.variant:
+            self.outputs.check(cuts.traced)
+        if self.tracer.enlarges and not _holds_for_example(self.tracer, cuts.traced, cuts.programs):
+            self.tracer.enlarges = False
+            return self.cut(into)
+        check_no_backward_hooks(cuts.traced, cuts.programs)
+        self.live_hooks = hooks_to_trace(cuts.traced, cuts.programs)
+        if self.live_hooks:
+            cuts = self._traced()
+        checks = Checks(self.tracer, cuts.traced, self.live_hooks)
+        cuts = checks.kept_whole(cuts, self.find_cuts, partial(partition, apart=self.apart))
+        warn_of_assigned_attributes(cuts.traced, cuts.programs)
+        modes = self._modes(cuts, self.apart)
+        whole = self._whole(cuts, checks, into) if _leaves_outputs(cuts) else None
+        self._other = None
+        return _cut_programs(cuts, modes, partial(into, whole=whole), variant=self.variant)
+
+    def _traced(self, training: bool | None = None) -> Cuts:
+        traced = self.outputs.marked(self.tracer.trace(self.live_hooks, training=training))
+        plan = self.find_cuts(traced)
+        return Cuts(traced, plan, partition(traced, plan.ticks, apart=self.apart))
+
+    def _modes(self, cuts: Cuts, apart: Collection[str]) -> ModeDifferences:
+        """Compare with a trace in the other mode, if generated code depends on it."""
+        modes, traced, programs = ModeDifferences(), cuts.traced, cuts.programs
+        mode_dependent = generated_paths(programs) | owners_of_shared_buffers(traced, programs)
+        if mode_dependent & traced.mode_readers:
+            other, checks = self._other_mode(training=not traced.training)
+            known = {each.path: each for each in (*other.fallbacks, *traced.fallbacks)}
+            other = replace(other, fallbacks=tuple(known.values()))
+            other = self.outputs.marked(other) if traced.optional_outputs else other
+            other_plan = self.find_cuts(other)
+            other_programs = partition(other, other_plan.ticks, apart=apart)
+            assign_state(other, other_programs)  # a buffer may be updated in that mode only, and be in two stages
+            modes = compare_modes(traced, programs, other, other_programs)
+            changing = checks.changing_paths(Cuts(other, other_plan, other_programs))
+            modes = modes.bound_to(programs, changing, traced.training)
+        return replace(modes, only_with_gradients=cuts.only_with_gradients)
+
+    def _other_mode(self, training: bool) -> tuple[TracedModel, Checks]:
+        if self._other is None:
+            traced = self.tracer.trace(self.live_hooks, training=training)
+            self._other = traced, Checks(self.tracer, traced, self.live_hooks, training=training)
+        return self._other
+
+    def _whole(self, cuts: Cuts, checks: Checks, into: Callable[..., _PipeT]) -> Callable[[int], _PipeT]:
+        """Return a function that cuts the same trace for calls that return all of the output, as the variant `number`.
+
+        What needs the history of the trace is done now; an error is kept until somebody makes such a call.
+        """
+        apart = self.apart or generated_paths(cuts.programs)
+        traced = replace(cuts.traced, optional_outputs=frozenset())
+        failure: SplitError | None = None
+        try:
+            programs = partition(traced, cuts.plan.ticks, apart=apart)
+            check_no_backward_hooks(traced, programs)
+            every = Cuts(traced, cuts.plan, programs, cuts.only_with_gradients)
+            every = checks.kept_whole(every, self.find_cuts, partial(partition, apart=apart))
+            every = replace(every, traced=replace(every.traced, history=None))
+            # If there is a trace in the other mode, it is used now; if not, it can wait until it is needed.
+            modes = None if self._other is None else self._modes(every, apart)
+        except SplitError as error:
+            failure = error.with_traceback(None)
+
+        def cut(number: int) -> _PipeT:
+            if failure is not None:
+                raise failure
+            differences = self._modes(every, apart) if modes is None else modes
+            self._other = None
+            return _cut_programs(every, differences, into, variant=number)
+
+        return cut
+
+
+def _leaves_outputs(cuts: Cuts) -> bool:
+    """Return True if there are outputs that the last stage does not get, unless it makes them once more."""
+    traced, ticks = cuts.traced, cuts.plan.ticks
+    made_before = {index for index in traced.optional_outputs if ticks and traced.operations[index].tick < ticks[-1]}
+    return bool(made_before - used_by_items(cuts.programs[-1].items))
 
 
 def _holds_for_example(tracer: ModelTracer, traced: TracedModel, programs: Sequence[Piece]) -> bool:
@@ -140,18 +203,13 @@ def cut_trace(
     With `keep_modules=False` all stages are generated code; with `may_recompute=False` every value is sent.
     """
     programs = partition(traced, plan.ticks, keep_modules=keep_modules)
-    return _cut_programs(traced, plan, programs, ModeDifferences(), into, may_recompute)
+    return _cut_programs(Cuts(traced, plan, programs), ModeDifferences(), into, may_recompute)
 
 
 def _cut_programs(
-    traced: TracedModel,
-    plan: SplitPlan,
-    programs: tuple[Piece, ...],
-    modes: ModeDifferences,
-    into: Callable[..., _PipeT],
-    may_recompute: bool = True,
-    variant: int = 0,
+    cuts: Cuts, modes: ModeDifferences, into: Callable[..., _PipeT], may_recompute: bool = True, variant: int = 0
 ) -> _PipeT:
+    traced, plan, programs = cuts.traced, cuts.plan, cuts.programs
     names = name_values(traced)
     recomputed: tuple[RecomputedValue, ...] = ()
     if may_recompute:
@@ -189,13 +247,15 @@ def _cut_programs(
         unused_parameters=unused_parameters(traced),
         recomputed=recomputed,
         only_returned=flows.only_returned,
+        unsent=flows.unsent,
         balance=plan.balance,
     )
 
 
 def _returns(traced: TracedModel, flows: Flow, index: int) -> Any:
     if index == len(flows.stages) - 1:
-        return traced.output
+        places = {each.value: Unsent(each.name, each.stage) for each in flows.unsent}
+        return traced.output.converted(lambda leaf: places.get(leaf.index, leaf) if isinstance(leaf, Ref) else leaf)
     return {value: _as_sent(traced, value) for value in flows.stages[index].outputs}
 
 

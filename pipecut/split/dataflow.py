@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
 
 from ..errors import SplitError
-from ..pipe_ir import HERE, Edge, Operation, TensorSpec, TracedModel
+from ..pipe_ir import HERE, Edge, Operation, Ref, Template, TensorSpec, TracedModel, UnsentOutput
 from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 
@@ -31,6 +33,7 @@ class Flow:
     stages: tuple[StageFlow, ...]
     edges: tuple[Edge, ...]
     only_returned: tuple[int, ...]
+    unsent: tuple[UnsentOutput, ...] = ()
 
 
 def flow(traced: TracedModel, cuts: Sequence[int], programs: Sequence[Piece], names: Mapping[int, str]) -> Flow:
@@ -57,7 +60,10 @@ class FlowFinder:
     def needs(self, stage: int) -> frozenset[Key]:
         """Return what a stage uses and does not make, its own state and the model's output included."""
         used = used_by_items(self.programs[stage].items)
-        return used | keys_in(self.traced.output) if stage == self.last else used
+        if stage < self.last:
+            return used
+        # With one stage all inputs of the model are at hand.
+        return used | (keys_in(self.traced.output) - (self.traced.optional_outputs if self.last else frozenset()))
 
     def find(self) -> Flow:
         """Return the flow between all stages."""
@@ -74,7 +80,14 @@ class FlowFinder:
             for edge in connected
             if edge.kind == "activation" and edge.target == self.last and edge.value not in used_by_last
         ]
-        return Flow(tuple(stages), tuple(connected), tuple(only_returned))
+        return Flow(tuple(stages), tuple(connected), tuple(only_returned), tuple(self._unsent(stages[-1])))
+
+    def _unsent(self, last: StageFlow) -> Iterator[UnsentOutput]:
+        """Yield the outputs that the last stage neither makes nor gets."""
+        names = output_names(self.traced.output)
+        for value in sorted(names.keys() & self.traced.optional_outputs - {*last.inputs}):
+            if self.last and self._arrives(value, self.last):
+                yield UnsentOutput(value, names[value], self._source(value, self.last) or 0, self.spec(value))
 
     def arriving(self, stage: int, keys: frozenset[Key]) -> list[int]:
         """Return the values that come into a stage if it uses the keys."""
@@ -197,6 +210,26 @@ class FlowFinder:
 
 # A number that depends on the data travels as a tensor without dims.
 NUMBER_DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
+def output_names(output: Template) -> dict[int, str]:
+    """Name the values of an output by the ways that lead to them: `past_key_values.layers[0].keys`.
+
+    >>> from pipecut.pipe_ir import Ref
+    >>> output_names(Template.of({"loss": Ref(3), "hidden": (Ref(1), Ref(2))}, lambda leaf: leaf))
+    {3: 'loss', 1: 'hidden[0]', 2: 'hidden[1]'}
+    """
+    found: dict[int, str] = {}
+    for leaf, name in named_leaves(output):
+        if isinstance(leaf, Ref):
+            found.setdefault(leaf.index, name)
+    return found
+
+
+def named_leaves(output: Template) -> Iterator[tuple[Any, str]]:
+    """Yield the leaves of an output, each with its name."""
+    for leaf, path in zip(output.leaves, output.structure.paths(), strict=True):
+        yield leaf, re.sub(r"\['(\w+)'\]", r".\1", "".join(path)).lstrip(".")
 
 
 def _spec(op: Operation, traced: TracedModel) -> TensorSpec:

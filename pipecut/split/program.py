@@ -177,9 +177,9 @@ class _Dependencies:
     A call can be made as in the model if all comes in and goes out by its arguments, results and own state.
     """
 
-    def __init__(self, traced: TracedModel) -> None:
+    def __init__(self, traced: TracedModel, last_stage: int) -> None:
         self.traced = traced
-        self.last_use = _last_uses(traced)
+        self.last_use = _last_uses(traced, last_stage)
         self._buffer_values = {
             index: f"{span.path}.{name}".lstrip(".")
             for span in traced.spans()
@@ -281,8 +281,8 @@ def kind_of_state(model: nn.Module, name: str) -> str:
     return "parameter" if attribute in parameters_of(model.get_submodule(path)) else "buffer"
 
 
-def _last_uses(traced: TracedModel) -> dict[int, int]:
-    """Return the last tick at which each value is used, by an operation or as an argument of a call."""
+def _last_uses(traced: TracedModel, last_stage: int) -> dict[int, int]:
+    """Return the last tick at which each value is used; `last_stage` is the one at which the last stage begins."""
     last: dict[int, int] = {}
     for op in traced.operations:
         for index in op.refs:
@@ -293,7 +293,8 @@ def _last_uses(traced: TracedModel) -> dict[int, int]:
         for index in span.assigned_buffers.values():
             last[index] = max(last.get(index, -1), span.end)
     for index in traced.output.refs:
-        last[index] = traced.root.end + 1
+        if index not in traced.optional_outputs or traced.operations[index].tick >= last_stage:
+            last[index] = traced.root.end + 1
     return last
 
 
@@ -334,14 +335,14 @@ def partition(
     Modules at the paths of `apart`, or all with `keep_modules=False`, are rebuilt from their traced operations.
     """
     bounds = [traced.root.begin, *cuts, traced.root.end + 1]
-    partitioner = _Partitioner(traced, keep_modules, {traced.model.get_submodule(path) for path in apart})
+    partitioner = _Partitioner(traced, bounds[-2], keep_modules, {traced.model.get_submodule(path) for path in apart})
     return tuple(partitioner.stage(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
 
 
 class _Partitioner:
-    def __init__(self, traced: TracedModel, keep_modules: bool, apart: Collection[nn.Module]) -> None:
-        self.traced, self.apart, self.keep_modules = traced, apart, keep_modules
-        self.dependencies = _Dependencies(traced)
+    def __init__(self, traced: TracedModel, last_stage: int, keep: bool, apart: Collection[nn.Module]) -> None:
+        self.traced, self.apart, self.keep_modules = traced, apart, keep
+        self.dependencies = _Dependencies(traced, last_stage)
         self.taken_apart: set[tuple[str, int]] = set()
 
     def stage(self, begin: int, end: int) -> Piece:

@@ -238,6 +238,9 @@ class CallVariants(Protocol):
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Trace the model for the form of a call, given for one microbatch, and return its number."""
 
+    def whole(self, number: int) -> int:
+        """Return the number of the variant that returns all outputs of a form; mostly that is the form itself."""
+
     def info(self, number: int) -> PipeInfo:
         """Return what is known of the stages and edges of a variant."""
 

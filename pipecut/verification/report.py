@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, PipeError
-from ..pipe_ir import flatten
+from ..pipe_ir import UnsentValue, flatten
 from ..text import counted, dtype_name, tensor_text
 
 _What = Literal[
@@ -236,6 +236,8 @@ def compare_values(what: _What, cut: Any, uncut: Any, tolerance: Tolerance) -> I
         return
     for path, cut_leaf, leaf in zip(paths, cut_leaves, leaves, strict=True):
         name = f"{what}{path}"
+        if type(cut_leaf) is UnsentValue:
+            continue
         if isinstance(leaf, Tensor) and isinstance(cut_leaf, Tensor):
             yield compare_tensors(what, name, cut_leaf, leaf, tolerance)
         elif type(leaf) is not type(cut_leaf) or (isinstance(leaf, bool | int | float | str) and leaf != cut_leaf):

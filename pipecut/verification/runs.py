@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..pipe_ir import PipeInfo, flatten, map_leaves
+from ..pipe_ir import PipeInfo, UnsentValue, flatten, map_leaves, unflatten
 from ..run import PlannedSchedule, cut_traced
 from ..stage import merge_chunks, random_streams
-from ..text import shape_text
+from ..text import listed, shape_text
 from .stages import BufferPlace, Call, PlannedStages
 
 _Gradients = dict[str, Tensor | None]
@@ -93,6 +93,7 @@ class StepResult:
     buffers: dict[str, Tensor]
     gradients: _Gradients = field(default_factory=dict)
     updated: tuple[str, ...] = ()
+    left_out: str = ""  # outputs that it does not have, in words
 
 
 def run_uncut(model: nn.Module, inputs: StepInputs, select_output: Callable[[Any], Any]) -> StepResult:
@@ -161,7 +162,25 @@ def run_cut(
         loss = schedule.mean_loss()
     modules = {stage.stage_index: stage.submod for stage in stages.stages}
     held = {name: modules[stage].get_buffer(path).clone() for (stage, path), name in buffers.items()}
-    return StepResult(output, loss, inputs.input_gradients(), held)
+    info, left_out = stages.stages[0].pipe_info, ""
+    if inputs.loss_fn is not None and info is not None and info.unsent:
+        if inputs.parts is None:
+            output = _filled_up(output, schedule.eval(*args, **kwargs))
+        else:
+            names = listed((each.name for each in info.unsent), 3)
+            left_out = (
+                f"{names} are not compared: training steps do not send them, and another run draws other random "
+                "numbers. Without a loss_fn, or in eval mode, they are"
+            )
+    return StepResult(output, loss, inputs.input_gradients(), held, left_out=left_out)
+
+
+def _filled_up(output: Any, whole: Any) -> Any:
+    """Return an output in which what was not sent is as in another one, which has all; None on other ranks."""
+    leaves, structure = flatten(output, holders=True)
+    others, _ = flatten(whole, holders=True)
+    pairs = zip(leaves, others, strict=True)
+    return unflatten(structure, [other if type(leaf) is UnsentValue else leaf for leaf, other in pairs])
 
 
 class SavedState:

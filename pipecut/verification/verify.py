@@ -380,7 +380,7 @@ def _notes_on(step: _ComparedSteps, *, is_wrong: bool) -> tuple[str, ...]:
             "with n_microbatches=1 the stages see the whole batch: if they agree then, the model or the loss does more "
             "than treat each sample by itself and take the mean"
         )
-    return *reasons, *_left_out(step)
+    return *reasons, *_left_out(step), *filter(None, [step.cut.left_out])
 
 
 def _reasons_to_differ(step: _ComparedSteps) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import InputError, NothingToMergeError
-from ...pipe_ir import Path, Structure, unflatten
+from ...pipe_ir import Path, Structure, Unsent, unflatten
 from .calls import open_value
 from .spec import Rule, match_specs
 
@@ -37,6 +37,11 @@ class _Leaf:
     def rows(self) -> tuple[int, ...]:
         """The length of dim 0 in each microbatch."""
         return tuple(int(value.shape[0]) for value in self.values)
+
+    def merged(self, weights: Sequence[float] | None) -> Any:
+        """Return the value of the whole batch; an output that was not sent is missing there too, whatever its rule."""
+        first = self.values[0]
+        return first if type(first) is Unsent else self.rule.spec.merge(self.values, weights, self.name)
 
 
 def merge_chunks(
@@ -76,7 +81,7 @@ def merge_chunks(
         _check_order(leaves)
     _check_samples(leaves, sizes, rows)
     weights = weights or sizes
-    return unflatten(structure, [leaf.rule.spec.merge(leaf.values, weights, leaf.name) for leaf in leaves])
+    return unflatten(structure, [leaf.merged(weights) for leaf in leaves])
 
 
 def check_merge_spec(result: Any, chunk_spec: Any) -> None:
