@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import resource
 import statistics
 import time
 import warnings
@@ -52,7 +51,6 @@ class Load:
 
 OVERHEAD = Load("overhead-bound", width=16, layers=2, rows=4, limit=0.6)
 COMPUTE = Load("compute-bound", width=512, layers=2, rows=64, limit=1.0)
-MEMORY = Load("memory", width=512, layers=4, rows=512, limit=1.0)
 
 
 @dataclass(frozen=True)
@@ -97,34 +95,6 @@ def run(rounds: int) -> Iterator[Goal]:
     columns = ["setting", "pipecut, ms", "upstream, ms", "ratio", "of the simulated time"]
     show_table(f"a training step, medians of {rounds} rounds", columns, rows)
     yield from show_goals(goals)
-    _show_memory()
-
-
-def _show_memory() -> None:
-    """The most memory of any rank, each side in processes of its own."""
-    rows = []
-    for name, chunks in SCHEDULES.items():
-        setting = Setting(name, chunks, MICROBATCHES[0], MEMORY)
-        sides = [max(pipecut.launch(_peak_memory, RANKS[0], setting, make)) for make in (_ours, _upstream)]
-        rows.append([name, *(f"{side / 2**20:.0f}" for side in sides), f"{sides[0] / sides[1]:.3f}"])
-    columns = ["schedule", "pipecut, MB", "upstream, MB", "ratio"]
-    show_table(f"what a step adds to a rank's memory: {RANKS[0]} ranks, {MICROBATCHES[0]} microbatches", columns, rows)
-
-
-def _peak_memory(setting: Setting, make: Callable[..., Any]) -> int:
-    """What three steps add to the largest size that the process has had."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    load, stages = setting.load, ranks * setting.chunks
-    plan = plan_for(setting.schedule, ranks=ranks, chunks=setting.chunks, microbatches=setting.microbatches)
-    held = plan.placement.stages_of[rank]
-    schedule = make(setting, [_layers(load) for _ in held], held, stages)
-    x, y = torch.randn(2, load.rows * setting.microbatches, load.width)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
-        schedule.step(*((x,) if 0 in held else ()), **({"target": y} if stages - 1 in held else {}))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 def _compare(settings: list[Setting], rounds: int) -> list[Result]:
@@ -138,12 +108,12 @@ def _compare_one(setting: Setting, rounds: int) -> Result:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     load, stages = setting.load, ranks * setting.chunks
     torch.manual_seed(0)
-    model = nn.Sequential(*(_layers(load) for _ in range(stages)))
+    model = nn.Sequential(*(layers_of(load) for _ in range(stages)))
     x, y = torch.randn(2, load.rows * setting.microbatches, load.width)
     plan = plan_for(setting.schedule, ranks=ranks, chunks=setting.chunks, microbatches=setting.microbatches)
     held = plan.placement.stages_of[rank]
-    ours = _ours(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
-    upstream = _upstream(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
+    ours = our_schedule(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
+    upstream = upstream_schedule(setting, [copy.deepcopy(model[stage]) for stage in held], held, stages)
     inputs = (x,) if 0 in held else ()
     target = {"target": y} if stages - 1 in held else {}
     times: dict[str, list[float]] = {"ours": [], "upstream": []}
@@ -158,17 +128,20 @@ def _compare_one(setting: Setting, rounds: int) -> Result:
     return Result(times["ours"], times["upstream"], _simulated(plan, ours.trace()))
 
 
-def _layers(load: Load) -> nn.Module:
+def layers_of(load: Load) -> nn.Module:
+    """Make the layers of one stage."""
     return nn.Sequential(*(part for _ in range(load.layers) for part in (nn.Linear(load.width, load.width), nn.ReLU())))
 
 
-def _ours(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
+def our_schedule(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
+    """Make pipecut's schedule of a setting."""
     made = [pipecut.PipelineStage(module, index, stages, "cpu") for module, index in zip(modules, held, strict=True)]
     schedule: Any = pipecut.get_schedule_class(setting.schedule)
     return schedule(made if setting.chunks > 1 else made[0], setting.microbatches, nn.functional.mse_loss)
 
 
-def _upstream(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
+def upstream_schedule(setting: Setting, modules: list[nn.Module], held: tuple[int, ...], stages: int) -> Any:
+    """Make upstream's schedule of a setting."""
     device = torch.device("cpu")
     made = [
         pipelining.PipelineStage(module, index, stages, device) for module, index in zip(modules, held, strict=True)

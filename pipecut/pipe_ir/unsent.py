@@ -44,9 +44,9 @@ class UnsentValue:
     >>> value = UnsentValue(Unsent("hidden_states[0]", 1))
     >>> value
     <hidden_states[0], not sent by stage 1>
-    >>> value.mean()
+    >>> value.mean()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    pipecut.errors.UnsentOutputError: the output hidden_states[0] was not sent ...
+    pipecut.errors.UnsentOutputError: the output hidden_states[0] was not sent: stage 1 made it, ...
     """
 
     __slots__ = ("_unsent",)
@@ -81,11 +81,12 @@ class UnsentValue:
 
 def _raise(value: UnsentValue, *_: object, **__: object) -> NoReturn:
     unsent = value._unsent
-    name = unsent.name.partition(".")[0].partition("[")[0] or unsent.name
+    name = unsent.name.partition(".")[0].partition("[")[0]
+    asked = repr(name) if name else unsent.name[1 : unsent.name.index("]")]
     raise UnsentOutputError(
         f"the output {unsent.name} was not sent: stage {unsent.stage} made it, and in a training step stages send what "
-        f'later stages use. To have it in the loss or in the result of step(), call pipeline(..., outputs=["{name}"]), '
-        'or outputs="all"; eval() and pipe(...) return it in any case'
+        f"later stages use. To have it in the loss or in the result of step(), call pipeline(..., outputs=[{asked}]), "
+        "or outputs='all'; eval() and pipe(...) return it in any case"
     )
 
 

@@ -83,11 +83,14 @@ class FlowFinder:
         return Flow(tuple(stages), tuple(connected), tuple(only_returned), tuple(self._unsent(stages[-1])))
 
     def _unsent(self, last: StageFlow) -> Iterator[UnsentOutput]:
-        """Yield the outputs that the last stage neither makes nor gets."""
+        """Yield the outputs that the last stage neither makes nor gets; a stage may not even make them."""
         names = output_names(self.traced.output)
-        for value in sorted(names.keys() & self.traced.optional_outputs - {*last.inputs}):
-            if self.last and self._arrives(value, self.last):
-                yield UnsentOutput(value, names[value], self._source(value, self.last) or 0, self.spec(value))
+        there = self.made[self.last] | {*last.inputs}
+        for value in sorted(names.keys() & self.traced.optional_outputs - there):
+            op = self.traced.operations[value]
+            if self.last and op.kind in ("op", "input"):
+                stage = 0 if op.kind == "input" else bisect.bisect_right(self.cuts, op.tick)
+                yield UnsentOutput(value, names[value], stage, self.spec(value))
 
     def arriving(self, stage: int, keys: frozenset[Key]) -> list[int]:
         """Return the values that come into a stage if it uses the keys."""

@@ -37,7 +37,7 @@ class Talkative(nn.Module):
 @pytest.fixture(scope="module")
 def told() -> str:
     with pytest.warns(PipeWarning, match=r"self\.calls"):
-        pipe = pipeline(Talkative(), (torch.ones(3, 4), torch.ones(3, 1)), {"scale": 2.0})
+        pipe = pipeline(Talkative(), (torch.ones(3, 4), torch.ones(3, 1)), {"scale": 2.0}, outputs="all")
     return str(pipe.explain())
 
 

@@ -97,7 +97,7 @@ def check_case(case: Case, number: int, tally: Counter[str]) -> None:
     try:
         with ignored_warnings():
             args, kwargs = case.example(3)
-            pipe = pipeline(model, args, kwargs, split_spec=case_spec(case) or None)
+            pipe = pipeline(model, args, kwargs, split_spec=case_spec(case) or None, outputs="all")
     except SplitError as error:
         if not is_a_refusal(error):
             raise

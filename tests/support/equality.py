@@ -67,8 +67,8 @@ def assert_same_runs(pipe: Pipe, reference: nn.Module, call: Call, seed: int, na
 
 
 def pipeline_once(model: nn.Module, call: Call, split_spec: SplitSpec | None) -> Pipe:
-    """The cut that users make."""
-    return pipecut.pipeline(model, mb_args=call[0], mb_kwargs=call[1], split_spec=split_spec)
+    """The cut that users make, with all outputs in the last stage: the loss is made of every one."""
+    return pipecut.pipeline(model, mb_args=call[0], mb_kwargs=call[1], split_spec=split_spec, outputs="all")
 
 
 def rebuild_all(model: nn.Module, call: Call, split_spec: SplitSpec | None) -> Pipe:

@@ -1,0 +1,130 @@
+"""Peak memory of a training step beside upstream's: bytes that torch has allocated at a time in the processes of ranks.
+
+Both sides run in the same processes, on stages that are alike. torch's profiler notes every allocation and every
+release of its allocator; what a rank of ours maps to share with others is added. Time plays no part in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pipecut
+from pipecut.schedule import plan_for
+
+from .measure import Goal, show_goals, show_table
+from .stepping import Load, Setting, layers_of, our_schedule, upstream_schedule
+
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+FLAT = ("1F1B", "ZBVZeroBubble", "DualPipeV")
+RANKS, FEW, MANY = (2, 4), 8, 32
+LOAD = Load("memory", width=128, layers=4, rows=256, limit=1.0)
+STEPS = 2  # the least of them counts: the profiler sees a release late now and then
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of one rank: of a step of ours, of upstream's, and of one of ours that returns no output."""
+
+    ours: int
+    upstream: int
+    without_output: int
+
+
+def run(rounds: int) -> Iterator[Goal]:
+    """Measure all settings, print the table and the goals."""
+    rows, goals = [], []
+    for ranks in RANKS:
+        settings = [
+            Setting(name, chunks, microbatches, LOAD)
+            for name, chunks in SCHEDULES.items()
+            for microbatches in (FEW, MANY)
+        ]
+        measured = dict(zip(settings, zip(*pipecut.launch(_peaks_of, ranks, settings), strict=True), strict=True))
+        for setting, peaks in measured.items():
+            ours, upstream = max(each.ours for each in peaks), max(each.upstream for each in peaks)
+            what = f"{setting.schedule}, {ranks} ranks, {setting.microbatches} microbatches"
+            rows.append([what, f"{ours / 2**20:.2f}", f"{upstream / 2**20:.2f}", f"{ours / upstream:.3f}"])
+            goals.append(Goal(f"{what}: peak beside upstream", ours / upstream, LOAD.limit))
+        goals += [_flat(name, ranks, measured) for name in FLAT]
+    show_table("peak of a step, on the rank with the most", ["setting", "pipecut, MB", "upstream, MB", "ratio"], rows)
+    yield from show_goals(goals)
+
+
+def _flat(name: str, ranks: int, measured: dict[Setting, tuple[Peaks, ...]]) -> Goal:
+    few, many = (
+        max(each.without_output for each in peaks)
+        for count in (FEW, MANY)
+        for setting, peaks in measured.items()
+        if (setting.schedule, setting.microbatches) == (name, count)
+    )
+    return Goal(f"{name}, {ranks} ranks: peak with {MANY} microbatches, of that with {FEW}", many / few, 1.01)
+
+
+def _peaks_of(settings: list[Setting]) -> list[Peaks]:
+    """Measure all settings on this rank."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    return [_peaks(setting) for setting in settings]
+
+
+def _peaks(setting: Setting) -> Peaks:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stages = ranks * setting.chunks
+    plan = plan_for(setting.schedule, ranks=ranks, chunks=setting.chunks, microbatches=setting.microbatches)
+    held = plan.placement.stages_of[rank]
+    modules = [layers_of(setting.load) for _ in held]
+    x, y = torch.randn(2, setting.load.rows * setting.microbatches, setting.load.width)
+    call: dict[str, Any] = {"target": y} if stages - 1 in held else {}
+    inputs = (x,) if 0 in held else ()
+    mapped = _mapped()
+    ours = our_schedule(setting, [copy.deepcopy(each) for each in modules], held, stages)
+    options = ({}, {"return_outputs": False}) if setting.schedule in FLAT else ({},)
+    peaks = [_peak(partial(ours.step, *inputs, **call, **option)) for option in options]
+    mapped = _mapped() - mapped
+    del ours
+    upstream = upstream_schedule(setting, modules, held, stages)
+    return Peaks(peaks[0] + mapped, _peak(partial(upstream.step, *inputs, **call)), peaks[-1] + mapped)
+
+
+def _peak(step: Callable[[], object]) -> int:
+    step()  # the first one makes gradients, and learns shapes
+    dist.barrier()
+    return min(_allocated(step) for _ in range(STEPS))
+
+
+def _allocated(step: Callable[[], object]) -> int:
+    """Return the most bytes that were allocated at a time during a step, beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    level = peak = 0
+    for event in results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
+
+
+def _mapped() -> int:
+    """Return the bytes of shared memory that this process has in use."""
+    found = re.search(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1]) if found else 0
