@@ -31,8 +31,8 @@ from .cost import machine_of as machine_of
 from .cost import mean_of as mean_of
 from .cut import cut_model as cut_model
 from .cut import cut_trace as cut_trace
-from .outputs import USED as USED
-from .outputs import Outputs as Outputs
+from .dataflow import USED as USED
+from .dataflow import Outputs as Outputs
 from .points import SplitPlan as SplitPlan
 from .points import SplitPoint as SplitPoint
 from .points import SplitPolicy as SplitPolicy

@@ -24,9 +24,8 @@ from .build import (
 )
 from .codegen import Emitter, Function, Naming, name_values
 from .cost import flops_between
-from .dataflow import NUMBER_DTYPES, Flow, StageFlow, flow, wire_order
+from .dataflow import ALL, NUMBER_DTYPES, Flow, Outputs, RequestedOutputs, StageFlow, flow, wire_order
 from .modes import ModeDifferences, compare_modes
-from .outputs import ALL, Outputs, RequestedOutputs
 from .points import SplitPlan
 from .program import Piece, WholeCall, conditions_of_generated_code, partition, used_by_items, walk
 from .recompute import recompute

@@ -5,14 +5,15 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-from ..errors import SplitError
+from ..errors import InputError, SplitError
 from ..pipe_ir import HERE, Edge, Operation, Ref, Template, TensorSpec, TracedModel, UnsentOutput
+from ..text import listed
 from .program import Key, Piece, defined_by, keys_in, used_by_items
 
 
@@ -84,7 +85,7 @@ class FlowFinder:
 
     def _unsent(self, last: StageFlow) -> Iterator[UnsentOutput]:
         """Yield the outputs that the last stage neither makes nor gets; a stage may not even make them."""
-        names = output_names(self.traced.output)
+        names = _output_names(self.traced.output)
         there = self.made[self.last] | {*last.inputs}
         for value in sorted(names.keys() & self.traced.optional_outputs - there):
             op = self.traced.operations[value]
@@ -215,21 +216,21 @@ class FlowFinder:
 NUMBER_DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
-def output_names(output: Template) -> dict[int, str]:
+def _output_names(output: Template) -> dict[int, str]:
     """Name the values of an output by the ways that lead to them: `past_key_values.layers[0].keys`.
 
     >>> from pipecut.pipe_ir import Ref
-    >>> output_names(Template.of({"loss": Ref(3), "hidden": (Ref(1), Ref(2))}, lambda leaf: leaf))
+    >>> _output_names(Template.of({"loss": Ref(3), "hidden": (Ref(1), Ref(2))}, lambda leaf: leaf))
     {3: 'loss', 1: 'hidden[0]', 2: 'hidden[1]'}
     """
     found: dict[int, str] = {}
-    for leaf, name in named_leaves(output):
+    for leaf, name in _named_leaves(output):
         if isinstance(leaf, Ref):
             found.setdefault(leaf.index, name)
     return found
 
 
-def named_leaves(output: Template) -> Iterator[tuple[Any, str]]:
+def _named_leaves(output: Template) -> Iterator[tuple[Any, str]]:
     """Yield the leaves of an output, each with its name."""
     for leaf, path in zip(output.leaves, output.structure.paths(), strict=True):
         yield leaf, re.sub(r"\['(\w+)'\]", r".\1", "".join(path)).lstrip(".")
@@ -256,3 +257,62 @@ def wire_order(op: Operation, traced: TracedModel) -> tuple[int, ...] | None:
     if op.kind == "input" or op.spec is None or op.spec.is_contiguous:
         return None
     return op.spec.memory_order(traced.hints)
+
+
+# Outputs that training steps send to the last stage although it does not use them: those that are asked for.
+
+Outputs: TypeAlias = str | Sequence[str | int]
+
+ALL, USED = "all", "used"
+
+
+@dataclass(frozen=True)
+class RequestedOutputs:
+    """Names of the outputs that are sent in any case; None for all of them."""
+
+    names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> RequestedOutputs:
+        """Read the `outputs` option of pipeline().
+
+        >>> RequestedOutputs.of("used"), RequestedOutputs.of(["hidden_states", 1])
+        (RequestedOutputs(names=()), RequestedOutputs(names=('hidden_states', '[1]')))
+        """
+        if isinstance(outputs, str):
+            return cls({ALL: None, USED: ()}.get(outputs, (outputs,)))
+        is_list = isinstance(outputs, list | tuple | set | frozenset)
+        if not is_list or not all(type(name) in (str, int) for name in outputs):
+            raise InputError(
+                f'outputs must be "used", "all", or a list of names of outputs (numbers, for a tuple), got {outputs!r}'
+            )
+        return cls(tuple(f"[{name}]" if isinstance(name, int) else name for name in outputs))
+
+    def check(self, traced: TracedModel) -> None:
+        """Raise on a name that the model's output does not have."""
+        known = [name for _, name in _named_leaves(traced.output)]
+        for name in self.names or ():
+            if not any(_is_part(each, name) for each in known):
+                tops = dict.fromkeys(each.partition(".")[0] for each in known)
+                raise InputError(
+                    f"outputs has {name!r}, and the output of {type(traced.model).__name__} has "
+                    f"{listed(filter(None, tops)) or 'no names: it is one value'}"
+                )
+
+    def marked(self, traced: TracedModel) -> TracedModel:
+        """Return a trace that knows the outputs which need not be sent. One number is always: it may be a loss."""
+        if self.names is None:
+            return traced
+        leaves = [(leaf.index, name) for leaf, name in _named_leaves(traced.output) if isinstance(leaf, Ref)]
+        asked = {index for index, name in leaves if any(_is_part(name, each) for each in self.names)}
+        return replace(traced, optional_outputs=frozenset(i for i, _ in leaves if _has_dims(traced, i)) - asked)
+
+
+def _is_part(name: str, whole: str) -> bool:
+    """Return True if an output is the one with a name, or inside of it."""
+    return name == whole or name.startswith((f"{whole}.", f"{whole}["))
+
+
+def _has_dims(traced: TracedModel, index: int) -> bool:
+    spec = traced.operations[index].spec
+    return spec is not None and len(spec.shape) > 0
