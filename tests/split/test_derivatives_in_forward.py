@@ -92,6 +92,22 @@ def test_the_model_is_cut_around_them(run: Run) -> None:
         assert_trains_as_uncut(PlannedSchedule(stages, plan, nn.functional.mse_loss), problem)
 
 
+class Alone(nn.Module):
+    """A block without modules of its own, whose last operation is on x.data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.data.mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*stay as they are")
+def test_a_block_without_modules_of_its_own() -> None:
+    """It was said to be the model's own forward, between its modules."""
+    model = nn.Sequential(nn.Linear(4, 4), Alone(), nn.Linear(4, 4)).double()
+    pipe = pipeline(model, (X,), num_stages=2)
+    assert [item.path for item in pipe.traced.fallbacks] == ["1"]
+    torch.testing.assert_close(pipe(X), model(X))
+
+
 @pytest.mark.parametrize(
     ("run", "reason"),
     [

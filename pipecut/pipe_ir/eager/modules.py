@@ -112,7 +112,10 @@ class EagerModules:
                 return self._stand_in(key, module, args, kwargs)
             depth = self._recorder.depth
             try:
-                return cls.__call__(module, *args, **kwargs)
+                result = cls.__call__(module, *args, **kwargs)
+                if self._recorder.listens:
+                    self._recorder.check_constants()  # in time for this module to be the one that fails
+                return result
             except Exception as error:
                 call = self.observed.on_example.calls.get(key)
                 if call is None or not self._finds:

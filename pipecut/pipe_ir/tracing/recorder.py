@@ -219,7 +219,7 @@ class Recorder:
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self.listens:
             return output
-        self._check_constants()
+        self.check_constants()
         span, result = self._stack[-1], output
         if len(self._stack) > 1:
             made_inside = self._made_since(span.begin)
@@ -234,7 +234,7 @@ class Recorder:
         self.history.leave(result, output, assigned)
         return output
 
-    def _check_constants(self) -> None:
+    def check_constants(self) -> None:
         """Raise if the code since the last check took up a tensor of this trace that the tracer has not seen made."""
         known, self._constants_checked = self._constants_checked, len(vars(self._tracer.root))
         for name, value in itertools.islice(vars(self._tracer.root).items(), known, None):

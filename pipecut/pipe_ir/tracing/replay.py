@@ -80,6 +80,9 @@ class StandInInputs:
     def abandon(self, depth: tuple[int, int]) -> None:
         """Do nothing: there are no open spans."""
 
+    def check_constants(self) -> None:
+        """Do nothing: there is no trace to check."""
+
     def restart(self) -> None:
         """Begin a run; whoever counts calls begins anew."""
 
