@@ -112,4 +112,4 @@ def test_train_lm_says_what_does_not_fit(tmp_path: Path) -> None:
     assert "chunks=2 does not fit 1F1B, which has 1 on each rank" in several.stderr
     assert "Or start torchrun with --nproc-per-node 4, a rank for each stage." in several.stderr
     alone = run([sys.executable, str(EXAMPLES / "train_lm.py")], tmp_path)
-    assert "start this script on several ranks: torchrun --nproc-per-node 2 examples/train_lm.py" in alone.stderr
+    assert f"Start it by `torchrun --nproc-per-node=2 {EXAMPLES / 'train_lm.py'}`" in alone.stderr

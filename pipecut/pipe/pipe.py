@@ -23,6 +23,7 @@ from ..pipe_ir import (
     TracedModel,
     UnsentOutput,
     bind_inputs,
+    has_forward_hooks,
     may_draw,
     sizes_of,
 )
@@ -101,7 +102,8 @@ class Pipe:
         """Return True if the model draws random numbers, or may: in another mode, or in code that was not traced."""
         traced = self.traced
         options = {"in_other_modes": not traced.training}
-        return bool(traced.fallbacks) or any(may_draw(op, **options) for op in traced.operations)
+        untraced = bool(traced.fallbacks) or any(map(has_forward_hooks, traced.model.modules()))
+        return untraced or any(may_draw(op, **options) for op in traced.operations)
 
     def to(self, device: torch.device | str) -> Pipe:
         """Move all stages to a device, in place."""

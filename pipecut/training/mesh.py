@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,7 +146,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     if missing:
         raise InputError(
             f"this process is not one of several ranks: {listed(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            "set. Start the script by `torchrun --nproc-per-node=2 script.py`"
+            f"set. Start it by `torchrun --nproc-per-node=2 {sys.argv[0] or 'script.py'}`"
         )
     if dist.is_initialized():
         raise InputError(

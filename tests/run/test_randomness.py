@@ -266,3 +266,19 @@ def test_a_model_that_draws_nothing_sends_no_state() -> None:
     pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)), (torch.ones(2, 4),), num_stages=2)
     stages = [pipe.build_stage(index, "cpu") for index in range(2)]
     assert Schedule1F1B(stages, 2, F.mse_loss).random_numbers == "per_stage"
+
+
+def test_dropout_in_a_forward_hook_is_the_same_for_any_cut() -> None:
+    """A hook of a module that is not cut was not traced, and the model was taken for one that draws nothing."""
+    losses = []
+    for stages in (1, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            layer.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.5, module.training))
+        pipe = pipeline(model, (torch.ones(2, 4),), num_stages=stages)
+        built = [pipe.build_stage(index, "cpu") for index in range(stages)]
+        schedule = Schedule1F1B(built, 4, F.mse_loss)
+        schedule.step(torch.ones(8, 4), target=torch.zeros(8, 4))
+        losses.append(schedule.mean_loss())
+    assert losses[0] == losses[1] == losses[2]
