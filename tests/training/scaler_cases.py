@@ -134,6 +134,15 @@ def has_another_scale(rank: int) -> None:
     scaler.step(sgd(schedule.parameters()))
 
 
+def has_no_autocast_on_one(rank: int) -> None:
+    schedule = scheduled(Net(), rank)
+    GradScaler(schedule)
+    if rank == 0:
+        step(schedule, rank)
+    else:
+        schedule.step(target=Y)
+
+
 def fails_on_one(rank: int) -> str:
     """Gradients in float16 on one rank: torch refuses them there, and every rank raises."""
     schedule = scheduled(Net(), rank)

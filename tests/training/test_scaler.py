@@ -94,6 +94,12 @@ def test_scales_that_differ() -> None:
     assert_all_fail(outcomes(2, cases.has_another_scale), "DisagreementError", told, "load the same state_dict()")
 
 
+@pytest.mark.distributed
+def test_a_rank_without_autocast_is_an_error_on_all() -> None:
+    told = "this schedule has a GradScaler, which is for float16, and torch.autocast is off here: call step() under"
+    assert_all_fail(outcomes(2, cases.has_no_autocast_on_one), "StepError", "rank 1 failed", told)
+
+
 def test_reported_losses_are_not_scaled_and_added_losses_are_unscaled_with_the_rest() -> None:
     class WithLoss(cases.Net):
         def forward(self, x: torch.Tensor) -> Any:
