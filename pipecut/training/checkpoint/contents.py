@@ -118,7 +118,7 @@ def collect(
     }
     return Contents(
         tensors,
-        serialized("the objects of this rank", objects),
+        serialized("the objects of this rank", objects, checked=True),
         Facts(
             common,
             position_of(schedule),

@@ -192,9 +192,7 @@ def begin(folder: Path, step: int) -> Draft:
 
 
 def commit(draft: Draft, manifest: Manifest) -> None:
-    """Make a checkpoint complete, once all ranks have written their files and these are on the disk."""
-    for name in manifest.files:
-        sync_file(draft.directory / name)
+    """Make a checkpoint complete, once all ranks have written their files and synced them to the disk."""
     marker = draft.directory / TRAINING_MANIFEST
     marker.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
     sync_file(marker)

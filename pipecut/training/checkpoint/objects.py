@@ -42,12 +42,13 @@ def state_of(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) and not isinstance(value, type) else value
 
 
-def serialized(name: str, value: Any) -> bytes:
-    """Return the bytes of a value, checked to be readable without running code."""
+def serialized(name: str, value: Any, *, checked: bool = False) -> bytes:
+    """Return the bytes of a value that can be read without running code, which is tried unless it was before."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        _deserialized(stream.getvalue(), name)
+        if not checked:
+            _deserialized(stream.getvalue(), name)
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         reason = first_line(error.__cause__ or error)
         raise CheckpointError(
@@ -94,11 +95,11 @@ def snapshot(value: Any) -> Any:
 def random_state(schedule: PipelineSchedule) -> dict[str, Any]:
     """Return the state of the random streams of this process: Python's, numpy's, torch's, and the schedule's."""
     version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": [version, torch.tensor(internal), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, place, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [kind, [int(key) for key in keys], int(place), int(has_gauss), float(cached)]
+        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), int(place), int(has_gauss), float(cached)]
     devices = _devices(schedule)
     state["devices"] = {device.type: _device_state(device) for device in devices}
     state["evaluations"] = 0 if schedule.seeds is None else schedule.seeds.evaluations
@@ -108,12 +109,12 @@ def random_state(schedule: PipelineSchedule) -> dict[str, Any]:
 def restore_random_state(schedule: PipelineSchedule, state: Mapping[str, Any], fork: int = 0) -> None:
     """Let all random streams go on where they were; with `fork`, a number, by streams of their own that follow."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(map(int, internal)), gauss))
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         kind, keys, place, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
+        numpy.random.set_state((kind, numpy.array(list(map(int, keys)), dtype=numpy.uint32), place, has_gauss, cached))
     for device in _devices(schedule):
         if device.type in state["devices"]:
             module: Any = torch.get_device_module(device)

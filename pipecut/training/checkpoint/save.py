@@ -243,7 +243,7 @@ def _save_tensors(ranks: Ranks, draft: Draft, tensors: Mapping[str, Tensor]) -> 
             warnings.filterwarnings("ignore", ".*single process")  # which is intended where it is so
             return save(
                 dict(tensors),
-                storage_writer=FileSystemWriter(draft.directory),
+                storage_writer=FileSystemWriter(draft.directory, sync_files=True),
                 planner=DefaultSavePlanner(flatten_state_dict=False),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
