@@ -34,7 +34,7 @@ BENCHMARKS = {
     "memory": 60,
     "sending": 55,
     "prediction": 180,
-    "replicas": 60,
+    "replicas": 90,
     "balance": 240,
 }
 IN_ALL = 19 * 60

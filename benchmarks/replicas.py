@@ -15,7 +15,7 @@ from torch import nn
 
 import pipecut
 
-from .measure import Goal, show_goals, show_table
+from .measure import Goal, show_table
 from .prediction import WARM_UP, Device
 
 RANKS, REPLICAS, BATCH, MICROBATCH, STEPS, LAYERS = 4, 2, 32, 4, 5, 8
@@ -33,17 +33,16 @@ class Wide(Device):
 
 def run(rounds: int) -> Iterator[Goal]:
     """Plan with times measured together, run, compare."""
-    rows, goals = [], []
+    rows = []
     for wrapper in ("ddp", "fully_shard"):
         found = [pipecut.launch(_one, RANKS, wrapper)[0] for _ in range(min(rounds, 3))]
         predicted, executed, collectives = (statistics.median(each) for each in zip(*found, strict=True))
         ratio = statistics.median(after / before for before, after, _ in found)
         numbers = [f"{1000 * each:.1f}" for each in (predicted, executed, collectives)]
         rows.append([f"{REPLICAS} x {RANKS // REPLICAS}, {wrapper}", *numbers, f"{ratio:.3f}"])
-        goals.append(Goal(f"{REPLICAS} pipelines under {wrapper}: prediction off by", abs(ratio - 1), LIMIT))
+        yield Goal(f"{REPLICAS} pipelines under {wrapper}: prediction off by", abs(ratio - 1), LIMIT)
     columns = ["pipelines", "predicted, ms", "executed, ms", "of it collectives, predicted", "ratio"]
     show_table("a step of two pipelines of two ranks", columns, rows)
-    yield from show_goals(goals)
 
 
 def _one(wrapper: str) -> tuple[float, float, float]:
