@@ -78,6 +78,8 @@ def test_a_model_that_is_cut_already_and_other_models_that_cannot_be() -> None:
         PipelineTrainer(pipe, args)  # type: ignore[arg-type]
     with pytest.raises(PipeError, match="is a stage of a model that is cut already"):
         PipelineTrainer(pipe.get_stage_module(1), args)
+    with pytest.raises(InputError, match=r"pipeline= is a dict: pass PipelineArguments\(stages="):
+        PipelineTrainer(nn.Linear(2, 2), args, pipeline={"stages": 2})  # type: ignore[arg-type]
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     with pytest.raises(InputError, match="'weight' is on the meta device"):

@@ -76,6 +76,9 @@ class PipelineTrainer(Trainer):
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         self.pipeline = PipelineArguments() if pipeline is None else pipeline
+        if not isinstance(self.pipeline, PipelineArguments):
+            got = type(pipeline).__name__
+            raise InputError(f"pipeline= is a {got}: pass PipelineArguments(stages=..., microbatches=...)")
         check_arguments(args)
         if model is not None:
             check_model(model)
