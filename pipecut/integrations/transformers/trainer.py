@@ -75,10 +75,11 @@ class PipelineTrainer(Trainer):
         **options: Any,
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        self.pipeline = PipelineArguments() if pipeline is None else pipeline
-        if not isinstance(self.pipeline, PipelineArguments):
-            got = type(pipeline).__name__
+        given: Any = PipelineArguments() if pipeline is None else pipeline
+        if not isinstance(given, PipelineArguments):
+            got = type(given).__name__
             raise InputError(f"pipeline= is a {got}: pass PipelineArguments(stages=..., microbatches=...)")
+        self.pipeline = given
         check_arguments(args)
         if model is not None:
             check_model(model)
