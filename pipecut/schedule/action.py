@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ class Action(NamedTuple):
         return transfer(_COUNTERPART[self.op], self.other_stage, self.microbatch, self.stage)
 
 
-Rows = tuple[tuple[Action | None, ...], ...]  # the actions of each rank; None is a bubble
+Rows = tuple[Sequence[Action | None], ...]  # the actions of each rank; None is a bubble
 
 
 def transfer(op: Op, stage: int, microbatch: int | None, peer: int) -> Action:

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 from ..errors import PlanError
 from ..text import plural
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, Rows, parse_action, transfer
+from .codes import CodedRow
 from .placement import Placement, check_positive, first_missing
 from .plan_text import FilePath, grid, load_csv, save_csv
 from .rules import Dataflow
@@ -95,7 +96,10 @@ class Plan:
     @cached_property
     def ops(self) -> frozenset[Op]:
         """The kinds of action in the plan."""
-        return frozenset({action.op for row in self.actions for action in row if action is not None})
+        found: set[Op] = set()
+        for row in self.actions:
+            found.update(row.ops if isinstance(row, CodedRow) else (action.op for action in row if action is not None))
+        return frozenset(found)
 
     @property
     def ranks(self) -> int:
@@ -113,7 +117,7 @@ class Plan:
 
     def with_actions(self, rows: Iterable[Iterable[Action | None]]) -> Plan:
         """Return the same plan with other actions."""
-        return replace(self, actions=tuple(map(tuple, rows)))
+        return replace(self, actions=tuple(row if isinstance(row, CodedRow) else tuple(row) for row in rows))
 
     def with_dataflow(self, dataflow: Dataflow) -> Plan:
         """Return the same actions for a model whose stages use each other's values in another way."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ..errors import PlanError
 from .action import Rows
+from .codes import MOST_NUMBERS, MOST_STAGES
 from .placement import Placement, check_positive
 from .plan import Plan, collector_paused
 from .rules import Dataflow
@@ -45,6 +46,12 @@ class Family:
         check_positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
         if chunks != self.chunks and not self.any_chunks:
             raise _wrong_chunks(self, chunks)
+        for what, count, most in (
+            ("microbatches", microbatches, MOST_NUMBERS),
+            ("stages", ranks * chunks, MOST_STAGES),
+        ):
+            if count >= most:
+                raise PlanError(f"A plan has fewer than {most:,} {what}, and {count:,} are asked for: give fewer.")
         placement = self.place(ranks, chunks)
         rows = self.make_rows(placement, microbatches)
         return Plan(self.name, placement, microbatches, rows, Dataflow.chain(placement.stages), self.training)

@@ -106,6 +106,7 @@ class Walk:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.rows = tuple(map(tuple, plan.actions))
         self.places = [0] * len(plan.actions)  # the next slot of each rank
         self._messages: list[int | None] = [None] * len(plan.actions)  # the message that each rank waits in
         self._ledger = Ledger(plan)
@@ -137,7 +138,7 @@ class Walk:
             raise PlanError(f"The plan '{plan.name}' is not complete. Call plan.validate() to see what is missing.")
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        rows, places, messages = self.plan.actions, self.places, self._messages
+        rows, places, messages = self.rows, self.places, self._messages
         entries, done = self._ledger.entries, self._ledger.done
         live = [rank for rank, row in enumerate(rows) if row]
         moved = True
@@ -213,7 +214,7 @@ class Walk:
             return []
         ends: list[tuple[int, Action]] = []
         for each in ranks:
-            end = self.plan.actions[each][self.places[each]]
+            end = self.rows[each][self.places[each]]
             assert end is not None  # it waits in the sum
             ends.append((each, end))
             self._messages[each] = None

@@ -41,7 +41,7 @@ def auto_schedule(
     of costs in seconds go; without it the costs say what a transfer takes.
 
     >>> plan = auto_schedule(ranks=2, microbatches=4, memory_limit=2, placement="loop", chunks=1, time_budget=0.2)
-    auto (ZB-H1): span 13, lower bound 12, gap 8.33%, bubble 7.69%, peak memory 2
+    auto (ZB-H1): span 13, lower bound 13, gap 0.00%, bubble 7.69%, peak memory 2
     >>> print(plan.grid())
     rank 0 │ 0F0 0F1 ·   0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
     rank 1 │ ·   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3

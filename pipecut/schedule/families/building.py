@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from ...errors import PlanError
 from ..action import Action, Op
+from ..codes import first_code
 from ..plan import Plan
 
 
-def passes(stage: int, op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
-    """Return one pass of a stage for every microbatch, in order.
+def passes(stage: int, op: Op, microbatches: range) -> Iterator[int]:
+    """Return the codes of one pass of a stage for every microbatch, in order.
 
-    >>> list(passes(2, Op.FORWARD, range(3)))
-    [2F0, 2F1, 2F2]
+    >>> CodedRow(passes(2, Op.FORWARD, range(3)))
+    (2F0, 2F1, 2F2)
     """
-    return map(Action, repeat(stage), repeat(op), microbatches)
+    first = first_code(stage, op)
+    return iter(range(first + microbatches.start, first + microbatches.stop, microbatches.step))
 
 
-_One = TypeVar("_One")  # an action, or its number
+_One = TypeVar("_One")  # a code, or an action
 
 
 def turns(rounds: int, *streams: Iterator[_One]) -> Iterator[_One]:
@@ -29,35 +31,35 @@ def turns(rounds: int, *streams: Iterator[_One]) -> Iterator[_One]:
     The passes that are not taken stay in the streams.
 
     >>> forwards, backwards = passes(0, Op.FORWARD, range(4)), passes(0, Op.FULL_BACKWARD, range(4))
-    >>> [*turns(2, forwards), *turns(2, forwards, backwards), *backwards]
-    [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
+    >>> CodedRow([*turns(2, forwards), *turns(2, forwards, backwards), *backwards])
+    (0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3)
     """
     return chain.from_iterable(zip(*(islice(stream, rounds) for stream in streams), strict=False))
 
 
 def with_late_weights(
     total: int,
-    forwards: Iterator[_One],
-    inputs: Iterator[_One],
-    weights: Iterator[_One],
+    forwards: Iterator[int],
+    inputs: Iterator[int],
+    weights: Iterator[int],
     *,
     warm_up: int,
     delay: int,
-) -> tuple[_One, ...]:
-    """Return one rank's row: `warm_up` forwards, then 1F1B with weight gradients `delay` input gradients behind.
+) -> Iterator[int]:
+    """Return the codes of a rank: `warm_up` forwards, then 1F1B with weight gradients `delay` input gradients behind.
 
     warm_up=2, delay=1, total=4      F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     """
     warm_up, delay = min(warm_up, total), min(delay, total)
     steady = total - warm_up
     ahead = min(delay, steady)  # input gradients that run ahead while there are forwards
-    return (
-        *turns(warm_up, forwards),
-        *turns(ahead, inputs, forwards),
-        *turns(steady - ahead, inputs, weights, forwards),
-        *turns(delay - ahead, inputs),
-        *turns(total, inputs, weights),
-        *weights,
+    return chain(
+        turns(warm_up, forwards),
+        turns(ahead, inputs, forwards),
+        turns(steady - ahead, inputs, weights, forwards),
+        turns(delay - ahead, inputs),
+        turns(total, inputs, weights),
+        weights,
     )
 
 
@@ -75,14 +77,14 @@ def rounds_of(ranks: int, microbatches: int) -> tuple[range, ...]:
     return tuple(map(range, starts, starts[1:]))
 
 
-def through_chunks(stages: Iterable[int], op: Op, rounds: Iterable[range]) -> Iterator[Action]:
+def through_chunks(stages: Iterable[int], op: Op, rounds: Iterable[range]) -> Iterator[int]:
     """Return a rank's passes of one kind: each round through all of its stages, in the given order.
 
-    >>> list(through_chunks([0, 2], Op.FORWARD, rounds_of(ranks=2, microbatches=4)))
-    [0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3]
+    >>> CodedRow(through_chunks([0, 2], Op.FORWARD, rounds_of(ranks=2, microbatches=4)))
+    (0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3)
     """
     order = tuple(stages)
-    return (Action(stage, op, microbatch) for together in rounds for stage in order for microbatch in together)
+    return chain.from_iterable(passes(stage, op, together) for together in rounds for stage in order)
 
 
 # Fill the idle slots of a plan with passes that can run then, within a limit on the activations of a rank.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import Action, Op, Rows
+from itertools import chain
+
+from ..action import Op, Rows
+from ..codes import CodedRow
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes
@@ -22,7 +25,8 @@ def _gpipe(placement: Placement, microbatches: int) -> Rows:
     """
     every = range(microbatches)
     return tuple(
-        (*passes(rank, Op.FORWARD, every), *passes(rank, Op.FULL_BACKWARD, every)) for rank in range(placement.ranks)
+        CodedRow(chain(passes(rank, Op.FORWARD, every), passes(rank, Op.FULL_BACKWARD, every)))
+        for rank in range(placement.ranks)
     )
 
 
@@ -41,13 +45,11 @@ def _looped_bfs(placement: Placement, microbatches: int) -> Rows:
     return tuple(_looped_row(stages, microbatches) for stages in placement.stages_of)
 
 
-def _looped_row(stages: tuple[int, ...], microbatches: int) -> tuple[Action, ...]:
-    row: list[Action] = []
-    for stage in stages:
-        row += passes(stage, Op.FORWARD, range(microbatches))
-    for stage in reversed(stages):
-        row += passes(stage, Op.FULL_BACKWARD, reversed(range(microbatches)))
-    return tuple(row)
+def _looped_row(stages: tuple[int, ...], microbatches: int) -> CodedRow:
+    every = range(microbatches)
+    forwards = (passes(stage, Op.FORWARD, every) for stage in stages)
+    backwards = (passes(stage, Op.FULL_BACKWARD, every[::-1]) for stage in reversed(stages))
+    return CodedRow(chain.from_iterable((*forwards, *backwards)))
 
 
 @schedule("ForwardOnly", any_chunks=True, training=False)
@@ -60,6 +62,6 @@ def _forward_only(placement: Placement, microbatches: int) -> Rows:
     rank 1 │ ·   1F0 1F1 1F2 3F0 3F1 3F2
     """
     return tuple(
-        tuple(forward for stage in stages for forward in passes(stage, Op.FORWARD, range(microbatches)))
+        CodedRow(chain.from_iterable(passes(stage, Op.FORWARD, range(microbatches)) for stage in stages))
         for stages in placement.stages_of
     )

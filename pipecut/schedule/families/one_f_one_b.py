@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import Action, Op, Rows
+from itertools import chain
+
+from ..action import Op, Rows
+from ..codes import CodedRow
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes, rounds_of, through_chunks, turns
@@ -24,10 +27,10 @@ def _one_f_one_b(placement: Placement, microbatches: int) -> Rows:
     return tuple(_one_f_one_b_row(rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks))
 
 
-def _one_f_one_b_row(rank: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
+def _one_f_one_b_row(rank: int, warm_up: int, microbatches: int) -> CodedRow:
     forwards = passes(rank, Op.FORWARD, range(microbatches))
     backwards = passes(rank, Op.FULL_BACKWARD, range(microbatches))
-    return (*turns(warm_up, forwards), *turns(microbatches - warm_up, backwards, forwards), *backwards)
+    return CodedRow(chain(turns(warm_up, forwards), turns(microbatches - warm_up, backwards, forwards), backwards))
 
 
 @schedule("Interleaved1F1B", chunks=2, any_chunks=True)
@@ -46,11 +49,11 @@ def _interleaved_one_f_one_b(placement: Placement, microbatches: int) -> Rows:
     return tuple(_interleaved_row(rank, placement, rounds) for rank in range(placement.ranks))
 
 
-def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...]) -> tuple[Action, ...]:
+def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...]) -> CodedRow:
     stages = placement.stages_of[rank]
     forwards = through_chunks(stages, Op.FORWARD, rounds)
     backwards = through_chunks(reversed(stages), Op.FULL_BACKWARD, rounds)
     total = len(stages) * rounds[-1].stop
     # The first round must have reached the last chunk; from there to the last rank and back are two slots per rank.
     warm_up = min((len(stages) - 1) * len(rounds[0]) + 2 * (placement.ranks - 1 - rank), total)
-    return (*turns(warm_up, forwards), *turns(total - warm_up, forwards, backwards), *backwards)
+    return CodedRow(chain(turns(warm_up, forwards), turns(total - warm_up, forwards, backwards), backwards))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..action import Action, Op, Rows
+from ..action import Op, Rows
+from ..codes import CodedRow
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes, rounds_of, through_chunks, with_late_weights
@@ -45,10 +46,10 @@ def _zero_bubble_h2(placement: Placement, microbatches: int) -> Rows:
     )
 
 
-def _row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> tuple[Action, ...]:
+def _row(rank: int, microbatches: int, *, warm_up: int, delay: int) -> CodedRow:
     every = range(microbatches)
     streams = (passes(rank, op, every) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
-    return with_late_weights(microbatches, *streams, warm_up=warm_up, delay=delay)
+    return CodedRow(with_late_weights(microbatches, *streams, warm_up=warm_up, delay=delay))
 
 
 @schedule("InterleavedZeroBubble", chunks=2, any_chunks=True, forbids_compiled=True)
@@ -66,9 +67,9 @@ def _interleaved_zero_bubble(placement: Placement, microbatches: int) -> Rows:
     return tuple(_interleaved_row(rank, placement, rounds) for rank in range(placement.ranks))
 
 
-def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...]) -> tuple[Action, ...]:
+def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...]) -> CodedRow:
     stages = placement.stages_of[rank]
-    return with_late_weights(
+    row = with_late_weights(
         len(stages) * rounds[-1].stop,
         through_chunks(stages, Op.FORWARD, rounds),
         through_chunks(reversed(stages), Op.BACKWARD_INPUT, rounds),
@@ -76,3 +77,4 @@ def _interleaved_row(rank: int, placement: Placement, rounds: tuple[range, ...])
         warm_up=(len(stages) - 1) * len(rounds[0]) + placement.ranks - rank,
         delay=rank,
     )
+    return CodedRow(row)

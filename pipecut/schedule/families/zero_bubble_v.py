@@ -7,6 +7,7 @@ from itertools import chain
 
 from ...errors import PlanError
 from ..action import Action, Op, Rows, overlap
+from ..codes import CodedRow, decoded
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes, turns
@@ -27,33 +28,34 @@ def _zero_bubble_v(placement: Placement, microbatches: int) -> Rows:
     ranks = placement.ranks
     # The phases below need so many microbatches; with fewer, the passes of the others are left out.
     planned = max(microbatches, 2 * ranks - 1)
-    rows = tuple(_zero_bubble_row(rank, ranks, planned) for rank in range(ranks))
+    rows = [_zero_bubble_row(rank, ranks, planned) for rank in range(ranks)]
     if planned > microbatches:
         wanted = set(range(microbatches))
-        rows = tuple(tuple(action for action in row if action.microbatch in wanted) for row in rows)
-    return rows
+        return tuple(tuple(action for action in row if action and action.microbatch in wanted) for row in rows)
+    return tuple(rows)
 
 
-def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+def _zero_bubble_row(rank: int, ranks: int, microbatches: int) -> CodedRow:
     every = range(microbatches)
     ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     F0, I0, W0 = (passes(rank, op, every) for op in ops)  # on the way down
     F1, I1, W1 = (passes(2 * ranks - 1 - rank, op, every) for op in ops)  # on the way up
     below = ranks - 1 - rank  # ranks between this one and the turn of the V
-    return (
+    codes = chain(
         # Fill: forwards go down and come up again, the first backwards come down.
-        *turns(2 * below + 1, F0),
-        *turns(rank, F1, F0),
-        *turns(below + 1, F1, I1, W1),
+        turns(2 * below + 1, F0),
+        turns(rank, F1, F0),
+        turns(below + 1, F1, I1, W1),
         # Both chunks in turn, first with new microbatches, then without.
-        *turns(microbatches - 2 * ranks + 1 + rank, F0, I0, W0, F1, I1, W1),
-        *turns(below, I0, W0, F1, I1, W1),
+        turns(microbatches - 2 * ranks + 1 + rank, F0, I0, W0, F1, I1, W1),
+        turns(below, I0, W0, F1, I1, W1),
         # Drain: input gradients first, for others wait for them.
-        *turns(rank, I0, I1),
-        *turns(below + 1, I0, W0),
-        *W1,
-        *W0,
+        turns(rank, I0, I1),
+        turns(below + 1, I0, W0),
+        W1,
+        W0,
     )
+    return CodedRow(codes)
 
 
 @schedule("DualPipeV", placement=Placement.v, chunks=2, forbids_compiled=True)
@@ -83,11 +85,11 @@ def _dualpipe_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...
     down, up = rank, 2 * ranks - 1 - rank
     below, upto = ranks - 1 - rank, rank + 1  # ranks after this one, ranks up to this one
     every = range(microbatches)
-    F0, F1 = passes(down, Op.FORWARD, every), passes(up, Op.FORWARD, every)
+    F0, F1 = _actions(passes(down, Op.FORWARD, every)), _actions(passes(up, Op.FORWARD, every))
     # The first backwards (of chunk 1) and the last come in two, so that their weight gradients fill what would be idle.
     B0 = _backwards(down, every, first=0, last=below + (upto + 1) // 2)
     B1 = _backwards(up, every, first=below, last=upto // 2)
-    W1 = passes(up, Op.BACKWARD_WEIGHT, every)
+    W1 = _actions(passes(up, Op.BACKWARD_WEIGHT, every))
     F0_B1, F1_B0 = map(overlap, F0, B1), map(overlap, F1, B0)
 
     fill = (*turns(2 * below, F0), *turns(upto, F0, F1), *turns(below, B1, W1, F1))
@@ -112,11 +114,17 @@ def _dualpipe_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...
 def _backwards(stage: int, microbatches: range, *, first: int, last: int) -> Iterator[Action]:
     """Full backwards, but only the input gradient for the first and the last microbatches."""
     whole = len(microbatches) - last
-    return chain(
+    codes = chain(
         passes(stage, Op.BACKWARD_INPUT, microbatches[:first]),
         passes(stage, Op.FULL_BACKWARD, microbatches[first:whole]),
         passes(stage, Op.BACKWARD_INPUT, microbatches[whole:]),
     )
+    return _actions(codes)
+
+
+def _actions(codes: Iterator[int]) -> Iterator[Action]:
+    """Return the actions themselves, for overlaps have no codes."""
+    return (action for action in map(decoded, codes) if action is not None)
 
 
 def _weight_of(backward: Action) -> Action:
