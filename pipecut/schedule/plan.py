@@ -20,6 +20,9 @@ from .rules import Dataflow
 _Given = Action | str | None  # an action as a user may write it
 
 
+_BIG, _MANY = 1 << 16, 32  # actions and ranks from which on arrays are quicker
+
+
 @dataclass(frozen=True)
 class Plan:
     """The actions of every rank, in order; None is a bubble.
@@ -100,6 +103,22 @@ class Plan:
         for row in self.actions:
             found.update(row.ops if isinstance(row, CodedRow) else (action.op for action in row if action is not None))
         return frozenset(found)
+
+    @cached_property
+    def is_big(self) -> bool:
+        """True if the plan is looked at in arrays, all ranks together, and not action after action."""
+        if sum(map(len, self.actions)) < _BIG or self.ranks < _MANY:
+            return False
+        from .lockstep import goes_together  # imports numpy, which small plans do without
+
+        return goes_together(self)
+
+    @cached_property
+    def is_proven(self) -> bool:
+        """True if a big plan with its messages was found to be right; one that was not may be so nevertheless."""
+        from .lockstep import is_proven
+
+        return self.is_big and is_proven(self)
 
     @property
     def ranks(self) -> int:

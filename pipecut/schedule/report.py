@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .action import Action
+from .action import Action, Op
 from .costs import Costs
 from .plan import Plan, collector_paused
+
+if TYPE_CHECKING:
+    from .big_record import BigRecord
 
 # Timelines: the start and the end of actions, simulated or executed.
 
@@ -90,12 +93,60 @@ class Record:
         self.before.append(before)
         self.waits.append(wait)
 
-    def by_rank(self, ranks: int) -> list[list[int]]:
+    def by_rank(self, ranks: int) -> Sequence[Sequence[int]]:
         """Return the numbers of each rank's computations, in order."""
         rows: list[list[int]] = [[] for _ in range(ranks)]
         for number, rank in enumerate(self.ranks):
             rows[rank].append(number)
         return rows
+
+    def span(self, number: int) -> Span:
+        """Return one computation."""
+        return Span(self.ranks[number], self.actions[number], self.starts[number], self.ends[number])
+
+    def spans(self, rows: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+        """Return all computations by rank and start."""
+        spans = list(map(Span, self.ranks, self.actions, self.starts, self.ends))
+        return tuple(spans[number] for row in rows for number in row)
+
+    def last(self) -> int:
+        """Return the number of the computation that ends last, or -1."""
+        return max(range(len(self.ends)), key=self.ends.__getitem__, default=-1)
+
+    def busy(self, row: Sequence[int]) -> float:
+        """Return the time that a rank computes."""
+        return sum(self.ends[number] - self.starts[number] for number in row)
+
+    def peak(self, row: Sequence[int], memory: Mapping[Op, tuple[float, ...]], *, training: bool) -> float:
+        """Return the most that a rank holds."""
+        held = peak = 0.0
+        for number in row:
+            changes = [memory[op][stage] for stage, op, _, _, _ in self.actions[number].leaves if op in memory]
+            peak = max(peak, held + sum(change for change in changes if change > 0))
+            held += sum(changes) if training else 0.0
+        return peak
+
+    def idle(self, row: Sequence[int], makespan: float) -> Idle:
+        """Return the idle time of a rank by its cause; one that waits for several values waits for the last of them."""
+        if not row:
+            return Idle(0.0, 0.0, 0.0, 0.0, end=makespan)
+        starts, ends = self.starts, self.ends
+        forward = backward = transfer = 0.0
+        free = starts[row[0]]
+        for number in row:
+            gap = starts[number] - free
+            free = ends[number]
+            if gap <= 0:
+                continue
+            wait, before = self.waits[number], self.before[number]
+            # A rank that waits without a message waits in the sum of a tie: some gradient is not there yet.
+            wire = 0.0 if wait == Wait.RANK else min(gap, starts[number] - (ends[before] if before >= 0 else 0.0))
+            transfer += wire
+            if wait == Wait.FORWARD:
+                forward += gap - wire
+            else:
+                backward += gap - wire
+        return Idle(starts[row[0]], forward, backward, transfer, makespan - free)
 
 
 class Idle(NamedTuple):
@@ -123,27 +174,24 @@ class Report:
 
     plan: Plan
     costs: Costs
-    record: Record = field(repr=False)
+    record: Record | BigRecord = field(repr=False)
 
     @cached_property
     @collector_paused
     def timeline(self) -> Timeline:
         """The start and the end of every computation, by rank and start."""
-        record = self.record
-        spans = list(map(Span, record.ranks, record.actions, record.starts, record.ends))
-        ordered = tuple(spans[number] for row in self._numbers for number in row)
-        return Timeline(self.plan.name, len(self.plan.actions), ordered)
+        return Timeline(self.plan.name, len(self.plan.actions), self.record.spans(self._numbers))
 
     @cached_property
     def makespan(self) -> float:
         """The end of the last computation; the first starts at 0."""
-        return max(self.record.ends, default=0.0)
+        last = self.record.last()
+        return float(self.record.ends[last]) if last >= 0 else 0.0
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes, or sums tied gradients."""
-        starts, ends = self.record.starts, self.record.ends
-        return tuple(sum(ends[number] - starts[number] for number in row) for row in self._numbers)
+        return tuple(map(self.record.busy, self._numbers))
 
     @property
     def bubble_rate(self) -> float:
@@ -152,7 +200,9 @@ class Report:
         This is the rate that matters in training, where a rank starts the next step without waiting for the others.
         """
         starts, ends = self.record.starts, self.record.ends
-        return self._idle_part(max((ends[row[-1]] - starts[row[0]] for row in self._numbers if row), default=0.0))
+        return self._idle_part(
+            float(max((ends[row[-1]] - starts[row[0]] for row in self._numbers if row), default=0.0))
+        )
 
     @property
     def bubble_rate_makespan(self) -> float:
@@ -166,16 +216,7 @@ class Report:
         The parts of an overlap start together. In a forward-only plan nothing is held longer than its forward.
         """
         memory = self.costs.table(self.plan).memory
-        peaks = []
-        for row in self._numbers:
-            held = peak = 0.0
-            for number in row:
-                leaves = self.record.actions[number].leaves
-                changes = [memory[op][stage] for stage, op, _, _, _ in leaves if op in memory]
-                peak = max(peak, held + sum(change for change in changes if change > 0))
-                held += sum(changes) if self.plan.training else 0.0
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(self.record.peak(row, memory, training=self.plan.training) for row in self._numbers)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
@@ -185,13 +226,13 @@ class Report:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """The idle time of each rank by cause; with `busy` it sums up to the makespan."""
-        return tuple(_idle_time(self.record, row, self.makespan) for row in self._numbers)
+        return tuple(self.record.idle(row, self.makespan) for row in self._numbers)
 
     def __str__(self) -> str:
         return _report_table(self)
 
     @cached_property
-    def _numbers(self) -> list[list[int]]:
+    def _numbers(self) -> Sequence[Sequence[int]]:
         """For each rank the numbers of its computations in the record."""
         return self.record.by_rank(len(self.plan.actions))
 
@@ -199,45 +240,17 @@ class Report:
         return max(0.0, 1 - sum(self.busy) / len(self.busy) / span) if span > 0 else 0.0
 
 
-def _idle_time(record: Record, numbers: Sequence[int], makespan: float) -> Idle:
-    """Return the idle time of the rank that ran the computations with these numbers.
-
-    A rank that waits for several values waits for the one that comes last.
-    """
-    if not numbers:
-        return Idle(0.0, 0.0, 0.0, 0.0, end=makespan)
-    starts, ends = record.starts, record.ends
-    forward = backward = transfer = 0.0
-    free = starts[numbers[0]]
-    for number in numbers:
-        gap = starts[number] - free
-        free = ends[number]
-        if gap <= 0:
-            continue
-        wait, before = record.waits[number], record.before[number]
-        # A rank that waits without a message waits in the sum of a tie: some gradient is not there yet.
-        wire = 0.0 if wait == Wait.RANK else min(gap, starts[number] - (ends[before] if before >= 0 else 0.0))
-        transfer += wire
-        if wait == Wait.FORWARD:
-            forward += gap - wire
-        else:
-            backward += gap - wire
-    return Idle(starts[numbers[0]], forward, backward, transfer, makespan - free)
-
-
-def _critical_path(record: Record) -> tuple[Span, ...]:
+def _critical_path(record: Record | BigRecord) -> tuple[Span, ...]:
     """Return the chain from the first computation to the one that ends last, each started by the end of the one before.
 
     Two that follow each other are on one rank, or a message goes from the rank of the first to that of the second; then
     the second starts when that message arrives.
     """
-    if not record.actions:
-        return ()
-    number = max(range(len(record.ends)), key=record.ends.__getitem__)
+    number = record.last()
     path = []
     while number >= 0:
-        path.append(Span(record.ranks[number], record.actions[number], record.starts[number], record.ends[number]))
-        number = record.before[number]
+        path.append(record.span(number))
+        number = int(record.before[number])
     return tuple(reversed(path))
 
 

@@ -39,8 +39,14 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Report:
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
         raise PlanError(f"costs={costs!r}: give Costs, as in simulate(plan, Costs(forward=18.5, transfer=0.6)).")
+    if plan.is_big:
+        from .big_record import simulate_together
+
+        record = simulate_together(plan, costs)
+        if record is not None:
+            return Report(plan, costs, record)
     walk = Walk(plan)
-    clock = _Clock(plan, costs)
+    clock = _Clock(walk, costs)
     handlers = clock.handlers
     for rank, action in walk:
         handlers[action.op](rank, action)
@@ -62,12 +68,12 @@ class _Clock:
     The values of its own rank are available once the rank is free, so that only messages are looked up.
     """
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan = plan
+    def __init__(self, walk: Walk, costs: Costs) -> None:
+        self.plan = plan = walk.plan
         self.record = Record()
         self.free = [0.0] * len(plan.actions)  # when each rank has done all before
         self.last = [-1] * len(plan.actions)  # the computation whose end that is
-        ops = {leaf.op for row in plan.actions for action in row if action for leaf in action.parts or (action,)}
+        ops = {leaf.op for row in walk.rows for action in row if action for leaf in action.parts or (action,)}
         self.messages = _Messages(plan, costs, backward=bool(ops & {Op.BACKWARD_INPUT, Op.FULL_BACKWARD}))
         self.arrivals = [0.0] * len(self.messages)
         self.makers = [-1] * len(self.messages)  # the computation at whose end a message left

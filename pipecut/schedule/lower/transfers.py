@@ -59,6 +59,12 @@ def add_transfers(plan: Plan, *, complete: bool = True) -> Plan:
     """
     if plan.has_transfers:
         raise PlanError(f"The plan '{plan.name}' has transfers already: add them to a plan of computations only.")
+    if plan.is_big:
+        from ..lockstep import add_transfers_together
+
+        made = add_transfers_together(plan)
+        if made is not None:
+            return made
     messages = {(op, stage): _ends(plan, op, stage) for op in GIVES for stage in range(plan.stages)}
     early = _EarlyInputs(plan)
     rows: list[list[Action | None]] = [[] for _ in plan.actions]

@@ -22,6 +22,8 @@ _SHOWN = 20  # faults in one message; all of them are in the error's `faults`
 @collector_paused
 def find_faults(plan: Plan) -> list[Fault]:
     """Return everything that keeps a plan from running, causes first, by rank and slot; empty if it can run."""
+    if plan.is_proven:
+        return []
     reading = PlanReading(plan)
     faults = order_faults(plan, reading)
     faults += sharding_faults(plan, reading)
