@@ -29,6 +29,7 @@ from .measure import DEADLINE, VERDICTS, Goal, console, show_table
 BENCHMARKS = {
     "cutting": 180,
     "planning": 120,
+    "searching": 60,
     "backward": 120,
     "stepping": 240,
     "memory": 60,

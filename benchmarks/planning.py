@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from pipecut.schedule import Costs, Plan, plan_for, simulate
+from pipecut.schedule import Costs, Plan, auto_schedule, plan_for, simulate
 
 from .measure import Goal, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
 
 SCHEDULE, CHUNKS, MAX_HELD = "Interleaved1F1B", 2, 3
 SMALL, BIG = (8, 64), (64, 512)  # ranks, microbatches
 HUGE = (64, 7813)  # 1F1B, a million computations
+LARGEST = (1024, 4096)
 OURS, UPSTREAM = "pipecut", "upstream"
 MEGABYTE = 1024 * 1024
 # ru_maxrss is in kilobytes on Linux and in bytes on macOS.
@@ -65,6 +66,8 @@ def run(rounds: int) -> list[Goal]:
             ),
             Goal("peak memory of the process that plans the big one, MB", _peak_memory(), 1000),
             Goal(f"simulating {sum(map(len, huge.actions)):,} computations, seconds", simulating, 30),
+            *_largest_goals(),
+            Goal("a search for 64 ranks x 512 microbatches, seconds", seconds(_search), 30),
         ]
     )
 
@@ -98,3 +101,29 @@ def _peak_memory() -> float:
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     return int(printed) * RSS_UNIT / MEGABYTE
+
+
+def _largest_goals() -> list[Goal]:
+    """Seconds and gigabytes of a process that makes, lowers, proves and simulates a plan for very many ranks."""
+    ranks, microbatches = LARGEST
+    goals = []
+    for name in ("1F1B", SCHEDULE):
+        code = (
+            "import resource, time; from pipecut.schedule import Costs, plan_for, simulate; "
+            f"plan = plan_for({name!r}, ranks={ranks}, microbatches={microbatches}).lower().validate(); "
+            "report = simulate(plan, Costs(1, 1.1, 0.8, 0.05)); report.makespan, report.bubble_rate, report.peak_memory; "
+            "print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        took, peak = map(float, printed.split())
+        what = f"{name}, {ranks:,} ranks x {microbatches:,}"
+        goals += [
+            Goal(f"{what}: made, lowered, proven, simulated, seconds", took, 60),
+            Goal(f"{what}: peak memory, GB", peak * RSS_UNIT / MEGABYTE / 1024, 8),
+        ]
+    return goals
+
+
+def _search() -> None:
+    costs = Costs(10.4, 10.2, 7.7, 0.4, memory_backward_input=-0.57, memory_backward_weight=-0.43)
+    auto_schedule(ranks=64, microbatches=512, costs=costs, memory_limit=128)

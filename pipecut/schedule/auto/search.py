@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from ...errors import PlanError
@@ -17,7 +17,8 @@ from .pattern import Pattern, pattern_candidates, tune_pattern
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
 from .timing import Budget, Clock
 
-_PATTERNS, _GREEDY, _TUNING, _LOCAL = 0.3, 0.2, 0.1, 0.4  # parts of the budget
+# The parts of the budget. Fixed schedules and the move of their weight gradients have none: they are always tried.
+PARTS = {"patterns": 0.3, "greedy": 0.2, "tuned greedy": 0.1, "local search": 0.4}
 _FINALISTS = 2  # arrangements, and plans to start from, that are improved
 
 
@@ -98,8 +99,21 @@ def search_schedule(
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r}: give one of {', '.join(map(repr, OBJECTIVES))}.")
     budget = Budget(checked_number("time_budget", time_budget))
-    search = _Search(arrangements(ranks, microbatches, costs, placement, chunks), memory_limit, objective, budget)
-    best = search.run(Random(seed))
+    every = arrangements(ranks, microbatches, costs, placement, chunks)
+    return search_arrangements(every, memory_limit, objective, budget, Random(seed), PARTS)
+
+
+def search_arrangements(
+    every: list[Arrangement],
+    memory_limit: MemoryLimit,
+    objective: str,
+    budget: Budget,
+    random: Random,
+    parts: Mapping[str, float],
+) -> FoundPlan:
+    """Search with the given parts of the budget; a strategy without a part is left out."""
+    search = _Search(every, memory_limit, objective, budget, parts)
+    best = search.run(random)
     plan = best.problem.plan_of(f"auto ({best.name})", best.rows).validate()
     return FoundPlan(
         plan=plan,
@@ -115,8 +129,15 @@ def search_schedule(
 class _Search:
     """All candidates of all arrangements."""
 
-    def __init__(self, every: list[Arrangement], memory_limit: MemoryLimit, objective: str, budget: Budget) -> None:
-        self.objective, self.budget = objective, budget
+    def __init__(
+        self,
+        every: list[Arrangement],
+        memory_limit: MemoryLimit,
+        objective: str,
+        budget: Budget,
+        parts: Mapping[str, float],
+    ) -> None:
+        self.objective, self.budget, self.parts = objective, budget, parts
         self.candidates: list[tuple[Arrangement, Candidate]] = []
         self.out: list[Tried] = []
         self.clocks: dict[Arrangement, Clock] = {}  # of the problem of each
@@ -143,7 +164,7 @@ class _Search:
         patterns: dict[Arrangement, list[tuple[Pattern, Candidate]]] = {}
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
         for arrangement, clock in self.clocks.items():
-            if not self._is_proven(arrangement):
+            if "patterns" in self.parts and not self._is_proven(arrangement):
                 patterns[arrangement] = pattern_candidates(clock, self.objective, self.budget)
                 self.candidates += [(arrangement, candidate) for _, candidate in patterns[arrangement]]
         for arrangement in self.clocks:
@@ -151,8 +172,8 @@ class _Search:
                 arrangement, [candidate for each, candidate in self.candidates if each == arrangement]
             )
         for arrangement, clock in self.clocks.items():
-            if not self._is_proven(arrangement):
-                bound, part = self.bounds[arrangement], _GREEDY / len(self.clocks)
+            if "greedy" in self.parts and not self._is_proven(arrangement):
+                bound, part = self.bounds[arrangement], self.parts["greedy"] / len(self.clocks)
                 rules[arrangement] = greedy_candidates(clock, self.objective, bound, self.budget, part)
                 best = [candidate for _, candidate in rules[arrangement][:1]]
                 self.candidates += [(arrangement, candidate) for candidate in best]
@@ -204,15 +225,16 @@ class _Search:
     ) -> None:
         bound, objective, budget = self.bounds[arrangement], self.objective, self.budget
         clock = self.clocks[arrangement]
+        shares = {name: self.parts.get(name, 0.0) * part / _FINALISTS for name in PARTS}
         for pattern in patterns[:_FINALISTS]:
-            tuned = tune_pattern(clock, pattern, objective, bound, budget, _PATTERNS * part / _FINALISTS, random)
+            tuned = tune_pattern(clock, pattern, objective, bound, budget, shares["patterns"], random)
             self.candidates.append((arrangement, tuned))
         for start in rules[:_FINALISTS]:
-            made = tune_rules(clock, start, objective, bound, budget, _TUNING * part / _FINALISTS, random)
+            made = tune_rules(clock, start, objective, bound, budget, shares["tuned greedy"], random)
             self.candidates.append((arrangement, made))
         own = [candidate for each, candidate in self.candidates if each == arrangement]
         for first in self._sorted(own)[:_FINALISTS]:
-            made = local_search(clock, first, objective, bound, budget, _LOCAL * part / _FINALISTS, random)
+            made = local_search(clock, first, objective, bound, budget, shares["local search"], random)
             self.candidates.append((arrangement, made))
 
     def _sorted(self, candidates: list[Candidate]) -> list[Candidate]:
