@@ -111,7 +111,8 @@ def _largest_goals() -> list[Goal]:
         code = (
             "import resource, time; from pipecut.schedule import Costs, plan_for, simulate; "
             f"plan = plan_for({name!r}, ranks={ranks}, microbatches={microbatches}).lower().validate(); "
-            "report = simulate(plan, Costs(1, 1.1, 0.8, 0.05)); report.makespan, report.bubble_rate, report.peak_memory; "
+            "report = simulate(plan, Costs(1, 1.1, 0.8, 0.05)); "
+            "report.makespan, report.bubble_rate, report.peak_memory, report.idle; "
             "print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
