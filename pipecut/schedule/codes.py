@@ -16,12 +16,12 @@ from .action import Action, Op
 
 _OPS = tuple(op for op in Op if op is not Op.OVERLAP_F_B)
 OP_NUMBERS: dict[Op, int] = {op: number for number, op in enumerate(_OPS)}
-NUMBER_BITS, STAGE_BITS = 21, 19
-MOST_NUMBERS, MOST_STAGES = (1 << NUMBER_BITS) - 1, (1 << STAGE_BITS) - 1
+NUMBER_BITS, _STAGE_BITS = 21, 19
+MOST_NUMBERS, MOST_STAGES = (1 << NUMBER_BITS) - 1, (1 << _STAGE_BITS) - 1
 _NUMBER, _STAGE = MOST_NUMBERS, MOST_STAGES  # masks
-STAGE_SHIFT = NUMBER_BITS + STAGE_BITS
-OP_SHIFT = STAGE_SHIFT + STAGE_BITS
-BUBBLE = -1
+STAGE_SHIFT = NUMBER_BITS + _STAGE_BITS
+OP_SHIFT = STAGE_SHIFT + _STAGE_BITS
+_BUBBLE = -1
 
 
 def first_code(stage: int, op: Op) -> int:
@@ -38,7 +38,7 @@ def code_of(action: Action | None) -> int | None:
     True
     """
     if action is None:
-        return BUBBLE
+        return _BUBBLE
     stage, op, number, peer, parts = action
     count, end = -1 if number is None else number, -1 if peer is None else peer
     if parts or op not in OP_NUMBERS or not 0 <= stage < MOST_STAGES:
