@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .action import NEIGHBOUR, Op
-from .codes import MOST_NUMBERS, MOST_STAGES, OP_NUMBERS, OP_SHIFT, STAGE_SHIFT, decoded
+from .action import MOST_NUMBERS, MOST_STAGES, NEIGHBOUR, OP_NUMBERS, OP_SHIFT, STAGE_SHIFT, Op, decoded
 from .costs import Costs
 from .lockstep import Floats, Ints, Lockstep, codes_of, ends_of
 from .plan import Plan

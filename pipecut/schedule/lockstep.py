@@ -15,8 +15,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .action import NEIGHBOUR, Action, Op
-from .codes import MOST_NUMBERS, MOST_STAGES, NUMBER_BITS, OP_NUMBERS, OP_SHIFT, STAGE_SHIFT, CodedRow, first_code
+from .action import (
+    MOST_NUMBERS,
+    MOST_STAGES,
+    NEIGHBOUR,
+    NUMBER_BITS,
+    OP_NUMBERS,
+    OP_SHIFT,
+    STAGE_SHIFT,
+    Action,
+    CodedRow,
+    Op,
+    first_code,
+)
 from .plan import Plan
 
 Ints = npt.NDArray[np.int64]

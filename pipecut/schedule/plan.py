@@ -11,8 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from ..errors import PlanError
 from ..text import plural
-from .action import BACKWARD, COMPUTE, TRANSFERS, Action, Op, Rows, parse_action, transfer
-from .codes import CodedRow
+from .action import BACKWARD, COMPUTE, TRANSFERS, Action, CodedRow, Op, Rows, parse_action, transfer
 from .placement import Placement, check_positive, first_missing
 from .plan_text import FilePath, grid, load_csv, save_csv
 from .rules import Dataflow

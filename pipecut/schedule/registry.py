@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..errors import PlanError
-from .action import Rows
-from .codes import MOST_NUMBERS, MOST_STAGES
+from .action import MOST_NUMBERS, MOST_STAGES, Rows
 from .placement import Placement, check_positive
 from .plan import Plan, collector_paused
 from .rules import Dataflow

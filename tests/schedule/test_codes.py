@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
 from pipecut.schedule import Action, Op, overlap, plan_for
-from pipecut.schedule.codes import MOST_NUMBERS, MOST_STAGES, CodedRow, code_of, decoded, first_code
+from pipecut.schedule.action import MOST_NUMBERS, MOST_STAGES, CodedRow, code_of, decoded, first_code
 
 stages = st.one_of(st.integers(0, 5), st.integers(0, MOST_STAGES - 1))
 numbers = st.one_of(st.none(), st.integers(0, 5), st.integers(0, MOST_NUMBERS - 1))

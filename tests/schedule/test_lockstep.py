@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
 from pipecut.schedule import Costs, Plan, Report, find_faults, plan_for, simulate
+from pipecut.schedule.action import CodedRow, code_of
 from pipecut.schedule.big_record import BigRecord
-from pipecut.schedule.codes import CodedRow, code_of
 from pipecut.schedule.registry import FAMILIES
 from tests.support.properties import examples
 

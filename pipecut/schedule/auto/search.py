@@ -9,13 +9,12 @@ from ...errors import PlanError
 from ..costs import Costs, HasLink, checked_number
 from ..plan import Plan, collector_paused
 from ..simulate import simulate
-from .bound import lower_bound
 from .candidate import OBJECTIVES, Candidate, FoundPlan, Tried, fixed_candidates
 from .greedy import Rules, greedy_candidates, tune_rules
 from .local_search import local_search, placed_weights
 from .pattern import Pattern, pattern_candidates, tune_pattern
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
-from .timing import Budget, Clock
+from .timing import Budget, Clock, lower_bound
 
 # The parts of the budget. Fixed schedules and the move of their weight gradients have none: they are always tried.
 PARTS = {"patterns": 0.3, "greedy": 0.2, "tuned greedy": 0.1, "local search": 0.4}

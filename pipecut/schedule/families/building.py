@@ -7,15 +7,14 @@ from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from ...errors import PlanError
-from ..action import Action, Op
-from ..codes import first_code
+from ..action import Action, Op, first_code
 from ..plan import Plan
 
 
 def passes(stage: int, op: Op, microbatches: range) -> Iterator[int]:
     """Return the codes of one pass of a stage for every microbatch, in order.
 
-    >>> from pipecut.schedule.codes import CodedRow
+    >>> from pipecut.schedule.action import CodedRow
     >>> CodedRow(passes(2, Op.FORWARD, range(3)))
     (2F0, 2F1, 2F2)
     """
@@ -31,7 +30,7 @@ def turns(rounds: int, *streams: Iterator[_One]) -> Iterator[_One]:
 
     The passes that are not taken stay in the streams.
 
-    >>> from pipecut.schedule.codes import CodedRow
+    >>> from pipecut.schedule.action import CodedRow
     >>> forwards, backwards = passes(0, Op.FORWARD, range(4)), passes(0, Op.FULL_BACKWARD, range(4))
     >>> CodedRow([*turns(2, forwards), *turns(2, forwards, backwards), *backwards])
     (0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3)
@@ -82,7 +81,7 @@ def rounds_of(ranks: int, microbatches: int) -> tuple[range, ...]:
 def through_chunks(stages: Iterable[int], op: Op, rounds: Iterable[range]) -> Iterator[int]:
     """Return a rank's passes of one kind: each round through all of its stages, in the given order.
 
-    >>> from pipecut.schedule.codes import CodedRow
+    >>> from pipecut.schedule.action import CodedRow
     >>> CodedRow(through_chunks([0, 2], Op.FORWARD, rounds_of(ranks=2, microbatches=4)))
     (0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3)
     """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..action import Op, Rows
-from ..codes import CodedRow
+from ..action import CodedRow, Op, Rows
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes, rounds_of, through_chunks, with_late_weights

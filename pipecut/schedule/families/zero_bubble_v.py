@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ...errors import PlanError
-from ..action import Action, Op, Rows, overlap
-from ..codes import CodedRow, decoded
+from ..action import Action, CodedRow, Op, Rows, decoded, overlap
 from ..placement import Placement
 from ..registry import schedule
 from .building import passes, turns

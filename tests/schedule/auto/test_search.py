@@ -18,8 +18,8 @@ from pipecut.schedule import (
     search_schedule,
     simulate,
 )
-from pipecut.schedule.auto.bound import lower_bound
 from pipecut.schedule.auto.problem import problem_for
+from pipecut.schedule.auto.timing import lower_bound
 from tests.schedule.auto.random_costs import MEASURES, fixed_plans, random_costs
 from tests.support.properties import examples
 
