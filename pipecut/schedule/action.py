@@ -180,8 +180,8 @@ def _parse_simple(text: str) -> Action:
 # Actions as whole numbers, and rows of them: a plan of millions of actions in eight bytes for each.
 #
 # A code has, from the highest bit, the op, the stage, the peer and the number of the microbatch (or tie); the latter
-# two count from 1, and 0 is none. So the passes of a stage have codes that follow each other. A bubble is -1. What has no
-# code, an overlap or a number out of range, is kept in plain rows of actions.
+# two count from 1, and 0 is none. So the passes of a stage have codes that follow each other. A bubble is -1. What has
+# no code, an overlap or a number out of range, is kept in plain rows of actions.
 
 
 _CODED_OPS = tuple(op for op in Op if op is not Op.OVERLAP_F_B)

@@ -188,8 +188,8 @@ class Budget:
 # A time that no plan can beat, from the work of each rank, the way of a microbatch through it, and its memory.
 #
 # Memory makes a rank wait at two moments, whatever the order. Until its first gradient is back a rank can do nothing
-# but forwards, and only as many as it may hold. And after its last forward it can do no more than the backwards of what it
-# then holds until the gradient of that last microbatch is back.
+# but forwards, and only as many as it may hold. And after its last forward it can do no more than the backwards of what
+# it then holds until the gradient of that last microbatch is back.
 
 
 def lower_bound(problem: Problem, objective: str) -> float:
