@@ -1,6 +1,6 @@
 """The schedules: each a function that lists the actions of every rank, registered under its name by `@schedule`.
 
-Every file here is imported, in alphabetical order, so that a new schedule is one new file: see one_f_one_b.py for the
+Every file here is imported, in alphabetical order, so that a new schedule is one new file: see gpipe.py for the
 shortest example. building.py has the phrases that they are written in.
 """
 
