@@ -61,11 +61,13 @@ from .modules import make_subclass as make_subclass
 from .modules import norm_of_each as norm_of_each
 from .modules import parameters_of as parameters_of
 from .modules import part_types as part_types
+from .modules import references_to as references_to
 from .modules import storage_id as storage_id
 from .modules import trainable_parameters as trainable_parameters
 from .modules import unsaved_buffers as unsaved_buffers
 from .modules import version_of as version_of
 from .modules import wrapped_attribute as wrapped_attribute
+from .patches import ambient_modes as ambient_modes
 from .patches import intercepted_checkpoints as intercepted_checkpoints
 from .patches import intercepted_differentiation as intercepted_differentiation
 from .patches import intercepted_functions as intercepted_functions
@@ -76,6 +78,7 @@ from .patches import sizes_of_one_traced as sizes_of_one_traced
 from .patches import stand_ins_reported as stand_ins_reported
 from .patches import tensors_not_copied as tensors_not_copied
 from .patches import torch_functions_off as torch_functions_off
+from .patches import unproxied as unproxied
 from .patches import without_modes as without_modes
 from .tracing import ENTER_AUTOCAST as ENTER_AUTOCAST
 from .tracing import ENTER_VMAP as ENTER_VMAP

@@ -6,6 +6,7 @@ hooks cannot be listed at all.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -173,6 +174,24 @@ def storage_id(tensor: Tensor) -> int:
     `data_ptr()` is 0 for tensors without memory, and the same for an empty tensor and its neighbour.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def references_to(tensor: Tensor) -> int:
+    """Return the number of references from Python to a tensor, those of this call included.
+
+    As long as C++ uses a tensor too, as autograd does, it has one more reference to what Python has of it.
+
+    >>> tensors = {0: torch.ones(2, requires_grad=True) * 2}
+    >>> before = references_to(tensors[0])
+    >>> square = tensors[0] * tensors[0]
+    >>> references_to(tensors[0]) - before
+    0
+    >>> other = tensors[0]
+    >>> references_to(tensors[0]) - before
+    1
+    """
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) - (uses > 1)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.hooks import RemovableHandle
 
 
@@ -190,6 +191,36 @@ def stand_ins_reported(note: Callable[[Any], None]) -> Iterator[None]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Run operators for real, past all dispatch modes; public modes can only be added."""
     return torch._C._DisableTorchDispatch()
+
+
+def unproxied() -> contextlib.AbstractContextManager[Any]:
+    """Keep the tracer from recording the operators of a block; no public function takes its mode off the stack."""
+    return disable_proxy_modes_tracing()
+
+
+def ambient_modes() -> tuple[Any, ...]:
+    """Return the modes that decide what an operator makes of its arguments, and the number of dispatch modes.
+
+    >>> with torch.no_grad():
+    ...     ambient_modes() == ambient_modes()
+    True
+    >>> with torch.no_grad():
+    ...     inside = ambient_modes()
+    >>> inside == ambient_modes()
+    False
+    """
+    casts = tuple(
+        (kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)) for kind in _cast_devices()
+    )
+    inference = torch.is_inference_mode_enabled()
+    modes = torch._C._len_torch_dispatch_stack()
+    return torch.is_grad_enabled(), inference, torch.get_default_dtype(), modes, casts
+
+
+def _cast_devices() -> tuple[str, ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return ("cpu", torch._C._get_accelerator().type)
 
 
 @contextlib.contextmanager

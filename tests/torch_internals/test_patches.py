@@ -9,22 +9,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipecut.torch_internals import (
     FakeTensor,
     FakeTensorMode,
+    ambient_modes,
     intercepted_checkpoints,
     intercepted_differentiation,
     intercepted_functions,
     parameters_prepared,
+    references_to,
     reported_hooks,
     seen_as_export,
     sizes_of_one_traced,
     stand_ins_reported,
     tensors_not_copied,
     torch_functions_off,
+    unproxied,
     without_modes,
 )
 from pipecut.torch_internals.patches import replaced
@@ -238,3 +242,35 @@ def test_modes_do_not_see_what_happens_with_torch_functions_off() -> None:
         assert seen.calls == 0
         _ = x + 1
     assert seen.calls == 1
+
+
+def test_a_tracer_does_not_record_what_happens_without_its_mode() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with unproxied():
+            x.tanh()
+        return x.relu()
+
+    graph = make_fx(forward, pre_dispatch=True)(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.relu.default]
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode()]
+)
+def test_each_mode_that_decides_about_results_is_seen(mode: Any) -> None:
+    before = ambient_modes()
+    with mode:
+        assert ambient_modes() != before
+    assert ambient_modes() == before
+
+
+def test_references_from_python_are_counted_and_those_of_autograd_are_not() -> None:
+    tensors = {0: torch.ones(2, requires_grad=True) * 2}
+    counts = [references_to(tensors[0])]  # in an assert pytest would hold on to it
+    square, view = tensors[0] * tensors[0], tensors[0].view(2, 1)
+    counts.append(references_to(tensors[0]))
+    held = [tensors[0], tensors[0]]
+    counts.append(references_to(tensors[0]))
+    del square, view
+    counts.append(references_to(tensors[0]))
+    assert [count - counts[0] for count in counts] == [0, 0, len(held), len(held)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -226,3 +226,19 @@ def _squeezed_dims(operations: Sequence[Operation], op: Operation) -> list[sympy
         dims = op.args[1] if isinstance(op.args[1], list | tuple) else [op.args[1]]
         shape = tuple(shape[dim] for dim in dims)
     return [dim for dim in shape if isinstance(dim, sympy.Basic)]
+
+
+_OTHERS: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n, lambda n: n + 2, lambda n: 3 * n)
+
+
+def other_sizes(traced: TracedModel, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], str]]:
+    """Yield other shapes of the inputs for which the trace holds, and the sizes in words."""
+    entries = {entry.value: entry.spec for entry in traced.inputs if entry.value is not None}
+    order = sorted(entries)  # the inputs come in the order of the call
+    sizes = {symbol: shapes[order.index(value)][dim] for symbol, (value, dim) in traced.dims.items()}
+    for other in _OTHERS if sizes else ():
+        new = {symbol: other(size) for symbol, size in sizes.items()}
+        if all(condition.holds.subs(new) != sympy.false for condition in traced.conditions):
+            text = ", ".join(f"{symbol} = {new[symbol]} instead of {size}" for symbol, size in sizes.items())
+            specs = [entries[value] for value in order]
+            yield [[int(sympy.sympify(dim).subs(new)) for dim in spec.shape] for spec in specs if spec], text

@@ -289,10 +289,18 @@ class SizeDecisions:
         """Values that torch has found for symbolic sizes."""
         return {} if self._shape_env is None else dict(self._shape_env.replacements)
 
+    def copy(self, spans: Mapping[int, OpenSpan]) -> None:
+        """Record the decisions of some spans, by their ids, for others too."""
+        for (expr, answer), known in self.made.items():
+            for span in [span for span in known if span in spans]:
+                other = spans[span]
+                known[id(other)] = other
+                self.lines.setdefault((expr, answer, id(other)), self.lines[expr, answer, span])
+
     def _note(self, expr: Any, answer: Any, span: OpenSpan) -> None:
         spans = self.made.get((expr, answer), {})
         if id(span) not in spans and not _is_about_layout(expr, answer):
-            self.made[expr, answer] = {**spans, id(span): span}
+            self.made.setdefault((expr, answer), spans)[id(span)] = span
             self.lines[expr, answer, id(span)] = user_line()
 
 

@@ -240,7 +240,7 @@ class _Operations:
     def _storage(self, recorded: RecordedNode, target: Any, refs: tuple[int, ...]) -> int | None:
         if operator_of(target).passes_through and refs:
             return self._all[refs[0]].operation.storage
-        return _storage(recorded.value)
+        return _storage(recorded.value) if recorded.memory is None else recorded.memory
 
     def _rewrite(self, node: Node, index: int, writer: Operation, requires_grad: bool) -> None:
         """Follow `y = x.add_(1)`: y is x, which from here on has the spec of the writer."""

@@ -10,7 +10,6 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,93 +17,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...torch_internals import (
-    FakeTensor,
+    ambient_modes,
     buffers_of,
     packing_hooks,
-    storage_id,
     torch_functions_off,
-    unwrapped,
     version_of,
     wraps_for_vmap,
 )
 from ..operators import is_mark
 from ..structure import flatten, nested_tensors
-from ..traced import PLAIN_TYPES
+from ..traced import PLAIN_TYPES, Template
+from .alike import Repeats
 from .events import Called, Effect, Entered, Event, History, Left, Line, SizeExpression, TensorNumber
+from .numbers import SYMBOLIC, Numbers
 from .records import is_users_code
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-@dataclass
-class Numbers:
-    """Numbers of the tensors of one run, or of several in a row: what one leaves behind, the next may use.
-
-    The tensors are kept alive, as their identities count.
-    """
-
-    count: int = 0
-    known: dict[int, int] = field(default_factory=dict)
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    _storages: dict[int, int] = field(default_factory=dict)
-    _last_made: dict[int, int] = field(default_factory=dict)  # in each storage
-    _alive: list[Tensor] = field(default_factory=list)
-
-    def of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor; one that is met for the first time comes from elsewhere.
-
-        If it lies in the memory of one that is known, it is that one: torch.vmap wraps and unwraps tensors unseen.
-        """
-        number = self.known.get(id(tensor))
-        if number is None:
-            number = self._last_made.get(self.storage(tensor))
-            if number is None:
-                number = self._next(tensor)
-                if not isinstance(unwrapped(tensor), FakeTensor):
-                    self.constants[number] = tensor
-            else:
-                self._keep(tensor, number)
-        return number
-
-    def new(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that the run itself has made."""
-        number = self.known.get(id(tensor))
-        if number is None:
-            number = self._next(tensor)
-            self._last_made[self.storage(tensor)] = number
-        self.constants.pop(number, None)
-        return number
-
-    def storage(self, tensor: Tensor) -> int:
-        """Return the number of the memory that a tensor is in; a negative one if it has none to speak of."""
-        try:
-            memory = storage_id(unwrapped(tensor))
-        except (NotImplementedError, RuntimeError):  # sparse tensors and the like
-            return -1 - id(tensor)
-        return self._storages.setdefault(memory, len(self._storages))
-
-    def share(self, one: Tensor, other: Tensor) -> None:
-        """Treat the memory of one tensor as that of another."""
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # as above
-            self._storages[storage_id(unwrapped(one))] = self.storage(other)
-
-    def _next(self, tensor: Tensor) -> int:
-        number, self.count = self.count, self.count + 1
-        self._keep(tensor, number)
-        return number
-
-    def _keep(self, tensor: Tensor, number: int) -> None:
-        self.known[id(tensor)] = number
-        self._alive.append(tensor)
+from .repeats import DivergedError, Follower, RecordedCall, RepeatedCalls
 
 
 class HistoryRecorder(TorchFunctionMode):
     """Mode that records the history of a run; the calls of modules are reported by whoever watches them."""
 
-    def __init__(self, paths: Mapping[int, str], numbers: Numbers | None = None) -> None:
+    def __init__(
+        self, paths: Mapping[int, str], numbers: Numbers | None = None, repeats: Repeats | None = None
+    ) -> None:
         super().__init__()
         self._paths = paths  # by the id of a module's own dict
-        self._numbers = numbers or Numbers()
+        self.numbers = numbers or Numbers()
         self._events: list[Event] = []
         self._calls: dict[str, int] = {}
         self._open: list[str] = []
@@ -115,20 +53,25 @@ class HistoryRecorder(TorchFunctionMode):
         self._state: dict[str, int] = {}
         self._effects: dict[Effect, None] = {}
         self._packing_before = packing_hooks()
+        self._repeated = RepeatedCalls(repeats)
+        self.following: Follower | None = None
+        self.diverged: DivergedError | None = None
+        self.floats: list[float] = []
+        self._is_opaque = False
 
     def begin(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Note the inputs of a run, and the model's parameters and buffers."""
         with self.paused():
-            self._inputs = tuple(self._numbers.new(tensor) for tensor in tensors)
+            self._inputs = tuple(self.numbers.new(tensor) for tensor in tensors)
             self._sizes = tuple(tuple(map(_hint, tensor.shape)) for tensor in tensors)
             for nth, tensor in enumerate(tensors):
                 sizes: Sequence[Any] = tensor.shape
                 for dim, size in enumerate(sizes):
-                    if isinstance(size, _SYMBOLIC):
+                    if isinstance(size, SYMBOLIC):
                         self._symbols.setdefault(size.node.expr, (nth, dim))
             for named in (model.named_parameters, model.named_buffers):
                 for name, tensor in named(remove_duplicate=False):
-                    self._state[name] = self._numbers.new(tensor)
+                    self._state[name] = self.numbers.new(tensor)
 
     def finish(self) -> History:
         """Return the history, without the tensors of the run."""
@@ -138,13 +81,13 @@ class HistoryRecorder(TorchFunctionMode):
             self._sizes,
             self._symbols,
             self._state,
-            dict(self._numbers.constants),
+            dict(self.numbers.constants),
             tuple(self._effects),
         )
 
     def forget(self) -> None:
         """Drop the tensors of the run."""
-        self._numbers = Numbers()
+        self.numbers, self._repeated, self.following = Numbers(), RepeatedCalls(None), None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -161,9 +104,74 @@ class HistoryRecorder(TorchFunctionMode):
             path = self._paths[id(vars(module))]
             nth_call = self._calls.get(path, 0)
             self._calls[path] = nth_call + 1
-            self._events.append(Entered(path, nth_call, self._flat((args, kwargs)), innermost_line()))
             self._open.append(path)
-            return len(self._events), self._numbers.count
+            flat = self.flat((args, kwargs))
+            if self.following is not None:
+                with self.noting_divergence():
+                    self.following.entered(path, nth_call, flat)
+                return 0, 0
+            self._events.append(Entered(path, nth_call, flat, innermost_line()))
+            self._look_for_repeat(module, path, nth_call, args, kwargs, flat)
+            return len(self._events), self.numbers.count
+
+    def _look_for_repeat(self, module: nn.Module, path: str, nth_call: int, args: Any, kwargs: Any, flat: Any) -> None:
+        """Follow an earlier call that is like one that begins."""
+        if not self._repeated.may_repeat(path):
+            return
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        state = {
+            name: self._state[f"{path}.{name}"]
+            for named in (module.named_parameters, module.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        }
+        known = self._repeated.begin(path, tensors, flat, state, len(self._events), len(self._open) - 1, self.numbers)
+        if known is None:
+            return
+        following = Follower(known, path, self.numbers)
+        if following.begin(tensors, state):
+            self.following = following
+        else:
+            self._repeated.forget(known)
+
+    @property
+    def recording(self) -> RecordedCall | None:
+        """The call that is computed now, and that later ones may be like."""
+        return self._repeated.open
+
+    def leave_followed(self, output: Any, buffers: Mapping[str, Tensor]) -> Any:
+        """Compare the end of a module's call with that of the call that is followed; return its result."""
+        following = self.following
+        assert following is not None
+        with self.paused(), self.noting_divergence():
+            self._open.pop()
+            output = following.left(self.flat(output, holders=True), output, buffers)
+            if following.is_finished:
+                following.finish()
+                self._events += following.copied()
+                self.following = None
+        return output
+
+    def forget_recorded(self, call: RecordedCall) -> None:
+        """Compare no call with one that was recorded."""
+        self._repeated.forget(call)
+
+    @contextlib.contextmanager
+    def noting_divergence(self) -> Iterator[None]:
+        """Keep a divergence in mind: the model's code may catch its error."""
+        try:
+            if self.diverged is not None:
+                raise self.diverged
+            yield
+        except DivergedError as error:
+            self.diverged = error
+            raise
+
+    def raise_if_diverged(self) -> None:
+        """Raise if a call has failed to be like another, or has not ended."""
+        if self.diverged is not None:
+            raise DivergedError(self.diverged.path, str(self.diverged))  # without the frames of the run
+        if self.following is not None:
+            raise DivergedError(self.following.path, "raises an error")
 
     def leave(self, result: Any, handed_on: Any, buffers: Mapping[str, Tensor]) -> None:
         """Note the end of a module's call; `handed_on` is its result as the caller gets it."""
@@ -175,11 +183,21 @@ class HistoryRecorder(TorchFunctionMode):
             pairs = [(a, b) for a, b in zip(leaves, given, strict=True) if isinstance(a, Tensor)]
             self._events.append(
                 Left(
-                    self._flat(result, holders=True),
-                    tuple((self._numbers.of(a), self._numbers.new(b)) for a, b in pairs),
-                    tuple((name, self._numbers.of(tensor)) for name, tensor in sorted(buffers.items())),
+                    self.flat(result, holders=True),
+                    tuple((self.numbers.of(a), self.numbers.new(b)) for a, b in pairs),
+                    tuple((name, self.numbers.of(tensor)) for name, tensor in sorted(buffers.items())),
                 )
             )
+            if self.recording is not None and len(self._open) == self.recording.depth:
+                self._repeated.finish(self._events, self.numbers)
+
+    def cannot_be_repeated(self) -> None:
+        """Note that the code does what no later call can be compared with."""
+        if self.following is not None:
+            with self.noting_divergence():
+                raise self.following.fail("uses autograd functions or checkpoints")
+        if self.recording is not None:
+            self.recording.is_fit = False
 
     def note_effect(self, what: str) -> None:
         """Note an effect of the innermost call."""
@@ -194,9 +212,16 @@ class HistoryRecorder(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or not self._open or wraps_for_vmap(func) or not self.listens():
+        if self._paused or not self._open:
+            return func(*args, **kwargs)
+        if wraps_for_vmap(func) or not self.listens():
+            self.cannot_be_repeated()
             return func(*args, **kwargs)
         self.before_call()
+        if self.following is not None:
+            self._note_modes()
+            with self.noting_divergence():
+                return self.following.function(func, args, kwargs, self)
         used = list(nested_tensors((args, kwargs)))
         with torch_functions_off():
             versions = [_version(tensor) for tensor in used]
@@ -206,9 +231,20 @@ class HistoryRecorder(TorchFunctionMode):
             handed_on = self.handed_on(func, result, used, written)
             made = list(nested_tensors(handed_on))
             if made or written or is_mark(func):
-                same = {self._numbers.new(handed_on): self._numbers.of(result)} if handed_on is not result else {}
+                same = {self.numbers.new(handed_on): self.numbers.of(result)} if handed_on is not result else {}
                 self._note_call(func, (args, kwargs), used, made, written, same)
+                if self.recording is not None:
+                    self._note_result(self.recording, handed_on)
         return handed_on
+
+    def _note_result(self, recording: RecordedCall, result: Any) -> None:
+        """Note what a function has returned, for calls that are like the one that is recorded."""
+        at = len(self._events) - 1
+        recording.results[at] = Template.of(
+            result, lambda leaf: TensorNumber(self.numbers.of(leaf)) if isinstance(leaf, Tensor) else leaf
+        )
+        recording.floats[at], recording.ambient[at] = tuple(self.floats), ambient_modes()
+        recording.is_fit = recording.is_fit and not self._is_opaque
 
     def handed_on(self, func: Any, result: Any, used: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
         """Return what the caller gets for a result: a trace must not change it."""
@@ -230,20 +266,22 @@ class HistoryRecorder(TorchFunctionMode):
         written: Sequence[Tensor],
         passed_on: Mapping[int, int],
     ) -> None:
-        frozen = self._frozen(args)
+        self.floats.clear()
+        self._is_opaque = False
+        frozen = self.frozen(args)
         known = {id(tensor) for tensor in used}
         if used and "dropout" in getattr(func, "__name__", ""):
             for tensor in made:
-                self._numbers.share(tensor, used[0])  # it may return its argument itself, which a trace does not show
-        numbers = tuple(self._numbers.of(t) if id(t) in known else self._numbers.new(t) for t in made)
-        storages = {self._numbers.of(tensor): self._numbers.storage(tensor) for tensor in (*used, *made)}
+                self.numbers.share(tensor, used[0])  # it may return its argument itself, which a trace does not show
+        numbers = tuple(self.numbers.of(t) if id(t) in known else self.numbers.new(t) for t in made)
+        storages = {self.numbers.of(tensor): self.numbers.storage(tensor) for tensor in (*used, *made)}
         self._note_modes()
         self._events.append(
             Called(
                 func,
                 frozen,
                 numbers,
-                tuple(self._numbers.of(tensor) for tensor in written),
+                tuple(self.numbers.of(tensor) for tensor in written),
                 tuple(storages.items()),
                 _modes(),
                 innermost_line(),
@@ -262,27 +300,33 @@ class HistoryRecorder(TorchFunctionMode):
     def _written_since(self, events: int) -> Iterator[tuple[int, ...]]:
         return (event.written for event in self._events[events:] if isinstance(event, Called))
 
-    def _flat(self, value: Any, *, holders: bool = False) -> Any:
+    def flat(self, value: Any, *, holders: bool = False) -> Any:
         leaves, structure = flatten(value, holders=holders)
-        return tuple(structure.paths()), tuple(map(self._frozen, leaves))
+        return tuple(structure.paths()), tuple(map(self.frozen, leaves))
 
-    def _frozen(self, value: Any) -> Any:
+    def frozen(self, value: Any) -> Any:
         """Return a value of an argument in a form that can be kept and compared."""
         if isinstance(value, Tensor):
-            return TensorNumber(self._numbers.of(value))
-        if isinstance(value, _SYMBOLIC):
+            return TensorNumber((self.following or self.numbers).of(value))
+        if isinstance(value, SYMBOLIC):
             return SizeExpression(value.node.expr)
+        if type(value) is float:
+            self.floats.append(value)
         convert = _CONVERSIONS.get(type(value))
         if convert is not None:
-            return convert(value, self._frozen)
+            return convert(value, self.frozen)
         if isinstance(value, torch.Generator):
             self._note("a torch.Generator, whose state a trace does not follow")
         if isinstance(value, nn.Module):
-            return ("module", self._paths.get(id(vars(value)), type(value).__name__))
+            path = self._paths.get(id(vars(value)))
+            if path is not None and self.following is not None:
+                path = self.following.module_path(path)
+            return ("module", type(value).__name__ if path is None else path)
         if isinstance(value, tuple | list):
-            return tuple(map(self._frozen, value))
+            return tuple(map(self.frozen, value))
         if isinstance(value, PLAIN_TYPES):
             return (type(value).__name__, repr(value))
+        self._is_opaque = True
         if type(value).__module__ == "numpy":
             return ("numpy", repr(getattr(value, "tolist", lambda: value)()))
         return ("object", type(value).__name__)
@@ -291,8 +335,8 @@ class HistoryRecorder(TorchFunctionMode):
 class TraceHistory(HistoryRecorder):
     """Recorder of the history of a trace. What is traced into a graph of its own, as a branch of torch.cond, is not."""
 
-    def __init__(self, paths: Mapping[int, str], listens: Callable[[], bool]) -> None:
-        super().__init__(paths)
+    def __init__(self, paths: Mapping[int, str], listens: Callable[[], bool], repeats: Repeats | None) -> None:
+        super().__init__(paths, repeats=repeats)
         self.listens = listens  # type: ignore[method-assign]
 
 
@@ -322,7 +366,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, _SYMBOLIC) else int(size)
+    return int(size.node.hint) if isinstance(size, SYMBOLIC) else int(size)
 
 
 def _modes() -> tuple[Any, ...]:

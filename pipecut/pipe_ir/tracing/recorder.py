@@ -32,6 +32,8 @@ from ..copies import quiet_subclass
 from ..sizes.symbols import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
+from .alike import Repeats
+from .copied_calls import CopiedCall, TracedCall, nodes_given
 from .history import TraceHistory, new_buffers
 from .records import (
     NOTHING,
@@ -50,7 +52,7 @@ from .records import (
 class Recorder:
     """Record of one traced run of a model, a copy of the user's; `root` is the tree of its calls."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, repeats: Repeats | None = None) -> None:
         self.model = model
         # Keyed by the modules' own dicts: the tracer hands out stand-ins that share them.
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
@@ -69,7 +71,8 @@ class Recorder:
         self._calls: dict[str, int] = {}
         self._tracer: Any = None
         self._constants_checked = 0
-        self.history = TraceHistory(self._paths, lambda: self.listens)
+        self._copy: CopiedCall | None = None
+        self.history = TraceHistory(self._paths, lambda: self.listens, repeats)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -113,7 +116,7 @@ class Recorder:
             for node in (*self._tracer.graph.nodes, *(recorded.node for recorded in self.nodes)):
                 node.meta.clear()
         self.history.forget()
-        self.root, self.constants, self._tracer = None, None, None
+        self.root, self.constants, self._tracer, self._copy = None, None, None, None
         self.inputs, self.state, self.nodes, self._stack, self.output = [], [], [], [], NOTHING
 
     def record(self, value: Any) -> Template:
@@ -212,13 +215,29 @@ class Recorder:
         path = self._paths[id(vars(module))]
         nth_call = self._calls.get(path, 0)
         self._calls[path] = nth_call + 1
+        if self.history.following is not None:
+            self.history.enter(module, args, kwargs)
+            assert self._copy is not None
+            self._stack.append(self._copy.enter(module))
+            return
         span = self._begin("call", path, nth_call, (args, kwargs))
         span.buffers_before = dict(buffers_of(module))
         self.history.enter(module, args, kwargs)
+        self._look_for_repeat(span)
+
+    def _look_for_repeat(self, span: OpenSpan) -> None:
+        """Begin to copy an earlier call, if the one that begins is like it, or to record it."""
+        following, recording, numbers = self.history.following, self.history.recording, self.history.numbers
+        if following is not None:
+            self._copy = CopiedCall(following, span, self._tracer, self.decisions, numbers)
+        elif recording is not None and recording.of_trace is None:
+            recording.of_trace = nodes_given(recording, self._tracer, numbers)
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self.listens:
             return output
+        if self.history.following is not None:
+            return self._leave_followed(module, output)
         self.check_constants()
         span, result = self._stack[-1], output
         if len(self._stack) > 1:
@@ -231,7 +250,27 @@ class Recorder:
             recorded = self._record_tensor(tensor)
             if isinstance(recorded, RecordedTensor):
                 span.assigned_buffers[name] = recorded
+        recording = self.history.recording
         self.history.leave(result, output, assigned)
+        if recording is not None and self.history.recording is None:
+            recording.of_trace = TracedCall.of(recording, span, recording.of_trace, self._tracer, self.history.numbers)
+            if recording.of_trace is None:
+                self.history.forget_recorded(recording)
+        return output
+
+    def _leave_followed(self, module: nn.Module, output: Any) -> Any:
+        """End a call that is like an earlier one, or a call inside it."""
+        copy = self._copy
+        assert copy is not None
+        output = self.history.leave_followed(output, copy.leave(module))
+        if self.history.following is not None:
+            self._stack.pop()
+            return output
+        with self.history.noting_divergence():
+            copy.write()
+        self.mode_readers |= copy.translated(self.mode_readers)
+        self._end(self._stack[-1], output)
+        self._copy = None
         return output
 
     def check_constants(self) -> None:
@@ -262,6 +301,7 @@ class Recorder:
     def _on_function(self, cls: type[Function], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._stack or not self.listens or makes_higher_order(cls):
             return run(*args, **kwargs)
+        self.history.cannot_be_repeated()
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve_rng_state, *inputs = args
             options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
@@ -279,6 +319,7 @@ class Recorder:
         if not self.listens:
             yield
             return
+        self.history.cannot_be_repeated()
         span = self._begin("checkpoint", self._stack[-1].path, 0, args, **options)
         yield
         self._end(span, None)

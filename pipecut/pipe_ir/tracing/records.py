@@ -41,11 +41,13 @@ class RecordedNode:
     kwargs: dict[str, Any]
     value: Any
     stack_trace: str
+    memory: int | None = None  # of a copy: the memory that it would be in
 
     @classmethod
     def of(cls, node: Node) -> RecordedNode:
         value, stack_trace = node.meta.get("val"), node.meta.get("stack_trace") or ""
-        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace)
+        memory = node.meta.get("memory")
+        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace, memory)
 
 
 @dataclass

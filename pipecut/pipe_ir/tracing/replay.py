@@ -14,9 +14,9 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
@@ -35,12 +35,15 @@ from ...torch_internals import (
 )
 from ..copies import quiet_subclass, stand_in_for_meta
 from ..inputs import Example
+from ..sizes.faults import other_sizes
 from ..structure import map_leaves
 from ..surroundings import Generator, Place
 from ..traced import TracedModel
 from ..untouched import Watch
+from .alike import Repeats
 from .events import Effect, History, KeptValue, line_text
-from .history import HistoryRecorder, Numbers, innermost_line, new_buffers
+from .history import HistoryRecorder, innermost_line, new_buffers
+from .numbers import Numbers
 from .outside_state import NUMBER, StateWatch, changed_places
 from .records import reason_of
 from .run import is_without_memory, kept_random_numbers, own_code
@@ -98,7 +101,9 @@ class Replayer:
         inputs: StandInInputs,
         watch: Watch,
         device: torch.device | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
+        self._repeats = repeats
         self.runner, self.example, self.traced, self.inputs = runner, example, traced, inputs
         self._outside = watch
         self.mode = fake_mode_with_numbers()
@@ -163,7 +168,7 @@ class Replayer:
 
     def _together(self) -> Iterator[Replay]:
         """Yield one run that differs in several respects, or several runs if it fails."""
-        for shapes, text in _other_sizes(self.traced, self.sizes):
+        for shapes, text in other_sizes(self.traced, self.sizes):
             found = self._run(shapes, 2, f"in other sizes ({text}) under torch.no_grad()", with_gradients=False)
             if found.error is None:
                 yield found
@@ -173,7 +178,7 @@ class Replayer:
 
     def _apart(self) -> Iterator[Replay]:
         yield self._run(self.sizes, 2, "a second time in a row")
-        for shapes, text in _other_sizes(self.traced, self.sizes):
+        for shapes, text in other_sizes(self.traced, self.sizes):
             resized = self._run(shapes, 3, f"in other sizes ({text})")
             if resized.error is None:
                 yield resized
@@ -197,16 +202,20 @@ class Replayer:
         self.inputs.restart()
         # Of torch's own kind no operation draws here; one among the arguments of a function is noted.
         generators = [each for each in self.surroundings.generators if each.kind != "torch.Generator"]
-        recorder = self._recorder = _ReplayRecorder(self.paths, self.numbers, seed, boundaries, generators, watch)
+        # With watched numbers in the place of plain ones, every call is computed.
+        repeats = self._repeats if watch is None else None
+        made_of = (self.paths, self.numbers, seed, boundaries, generators, watch, repeats)
+        recorder = self._recorder = _ReplayRecorder(*made_of)
         args, kwargs = self.example.call_with(tuple(tensors))
         error: str | None = None
-        with _surroundings(self.mode, with_gradients), reported_hooks(self._on_hook):
+        with _surroundings(self.mode, with_gradients, recorder.cannot_be_repeated), reported_hooks(self._on_hook):
             recorder.begin(self.runner, tensors)
             try:
                 with own_code(self._outside, recorder, lambda line: None):
                     self.runner(*args, **kwargs)
             except Exception as raised:  # the model's own, which is reported or shows that a size is not for it
                 error = reason_of(raised)  # the error itself would keep alive what the run made
+            recorder.raise_if_diverged()
         return Replay(recorder.finish(), how, with_gradients, error)
 
     def _inputs(self, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -227,6 +236,8 @@ class Replayer:
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             position, buffers = opened.pop()
+            if self._recorder.following is not None:
+                return self._recorder.leave_followed(result, new_buffers(module, buffers))
             with self._recorder.paused():
                 output = map_leaves(lambda leaf: self._recorder.own_result(leaf, position), result)
             self._recorder.leave(result, output, new_buffers(module, buffers))
@@ -256,8 +267,9 @@ class _ReplayRecorder(HistoryRecorder):
         boundaries: bool,
         generators: Sequence[Generator] = (),
         watch: StateWatch | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
-        super().__init__(paths, numbers)
+        super().__init__(paths, numbers, repeats)
         self._watch, self._own_generators = watch, generators
         self._generators, self._seed = default_generators(), seed * 10_000_019
         self._numpy: Any = sys.modules.get("numpy")
@@ -278,12 +290,17 @@ class _ReplayRecorder(HistoryRecorder):
         self._look_at_generators()
         super().leave(result, handed_on, buffers)
 
+    def leave_followed(self, output: Any, buffers: Mapping[str, Tensor]) -> Any:
+        """Note the end of a module's call that is like an earlier one."""
+        self._look_at_generators()
+        return super().leave_followed(output, buffers)
+
     def own_result(self, leaf: Any, since: tuple[int, int]) -> Any:
         """Return a tensor that a call made or wrote to, an alias of any other: as the trace has it."""
         if not isinstance(leaf, Tensor):
             return leaf
         events, tensors = since
-        number = self._numbers.of(leaf)
+        number = self.numbers.of(leaf)
         made = number >= tensors or any(number in written for written in self._written_since(events))
         return leaf if made else torch.ops.aten.alias.default(leaf)
 
@@ -354,20 +371,21 @@ def _here() -> str:
 
 
 @contextlib.contextmanager
-def _surroundings(mode: FakeTensorMode, with_gradients: bool) -> Iterator[None]:
-    """Let code run as in a trace, without a tracer."""
+def _surroundings(mode: FakeTensorMode, with_gradients: bool, on_region: Callable[[], None]) -> Iterator[None]:
+    """Let code run as in a trace, without a tracer; `on_region` is called at autograd functions and checkpoints."""
     with (
         torch.set_grad_enabled(with_gradients),
         torch.compiler.set_stance("force_eager"),
         seen_as_export(),
-        intercepted_functions(_on_function),
-        intercepted_checkpoints(_on_checkpoint),
+        intercepted_functions(partial(_on_function, on_region)),
+        intercepted_checkpoints(partial(_on_checkpoint, on_region)),
         mode,
     ):
         yield
 
 
-def _on_function(cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_function(on_region: Callable[[], None], cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    on_region()
     if cls is not torch_checkpoint.CheckpointFunction:
         return run(*args, **kwargs)
     function, _, *inputs = args
@@ -376,7 +394,8 @@ def _on_function(cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> 
         return function(*inputs)
 
 
-def _on_checkpoint(args: Any, options: Any) -> Iterator[None]:
+def _on_checkpoint(on_region: Callable[[], None], args: Any, options: Any) -> Iterator[None]:
+    on_region()
     yield
 
 
@@ -401,19 +420,3 @@ def _replace_state(model: nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = mode.from_tensor(tensor, static_shapes=True)  # type: ignore[assignment]
-
-
-_OTHERS: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n, lambda n: n + 2, lambda n: 3 * n)
-
-
-def _other_sizes(traced: TracedModel, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], str]]:
-    """Yield other shapes of the inputs for which the trace holds, and the sizes in words."""
-    entries = {entry.value: entry.spec for entry in traced.inputs if entry.value is not None}
-    order = sorted(entries)  # the inputs come in the order of the call
-    sizes = {symbol: shapes[order.index(value)][dim] for symbol, (value, dim) in traced.dims.items()}
-    for other in _OTHERS if sizes else ():
-        new = {symbol: other(size) for symbol, size in sizes.items()}
-        if all(condition.holds.subs(new) != sympy.false for condition in traced.conditions):
-            text = ", ".join(f"{symbol} = {new[symbol]} instead of {size}" for symbol, size in sizes.items())
-            specs = [entries[value] for value in order]
-            yield [[int(sympy.sympify(dim).subs(new)) for dim in spec.shape] for spec in specs if spec], text

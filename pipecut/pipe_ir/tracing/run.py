@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import random
 import sys
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,17 @@ from ...torch_internals import backward_hooks, forward_hooks, sizes_of_one_trace
 from ..copies import clone, stand_in_for_meta
 from ..inputs import Example, bind_inputs, enlarged, objects_kept, read_example, sizes_of_one, with_fixed
 from ..sizes.dynamic import Dynamic, DynamicDims
-from ..structure import flatten
 from ..traced import Opaque, Template, TracedModel
 from ..untouched import Watch, run_untouched
+from .alike import Repeats
 from .freeze import freeze
 from .history import HistoryRecorder
 from .recorder import Recorder
 from .records import UntraceableError, place_of, user_line
+from .repeats import DivergedError
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Modes of torch functions that are active while a model is traced.
 
@@ -115,6 +120,13 @@ class _ForwardError(Exception):
             super().__setattr__(name, value)
 
 
+class _TraceFinished(BaseException):
+    """Raised when all of the model has been traced: what torch.export does to the graph afterwards is of no use here.
+
+    It wraps regions, renames values and prints code, which takes a quarter of its time.
+    """
+
+
 @contextlib.contextmanager
 def own_code(watch: Watch, history: HistoryRecorder, on_answer: Callable[[str], None]) -> Iterator[None]:
     """Run the model's own code, and nothing else: what torch does around it goes through no mode."""
@@ -132,7 +144,7 @@ class _Entry(nn.Module):
         self._example = example
         self._recorder = recorder
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *tensors: torch.Tensor) -> NoReturn:
         self._recorder.note_inputs(tensors)
         args, kwargs = self._example.call_with(tensors)
         try:
@@ -140,10 +152,9 @@ class _Entry(nn.Module):
                 output = self.model(*args, **kwargs)
         except Exception as error:
             raise _ForwardError(error) from error
-        # What torch.export does to the graph after this line (wrapping regions, renaming) is of no use here.
         self._recorder.note_output(output)
         self._watch.stop()
-        return tuple(leaf for leaf in flatten(output, holders=True)[0] if isinstance(leaf, torch.Tensor))
+        raise _TraceFinished
 
 
 def trace(
@@ -157,6 +168,7 @@ def trace(
     device: torch.device | None = None,
     *,
     enlarges: bool = True,
+    repeats: Repeats | None = None,
 ) -> TracedModel:
     """Trace one run of `model` with torch.export (non-strict). The model itself is not touched: a copy runs.
 
@@ -165,7 +177,8 @@ def trace(
     `dynamic` names the sizes that are to be symbolic, besides dim 0 of all inputs. `prepare` gets the copy before it
     runs, and may change how its modules are called. With a `device` all of the model is traced as if it were there:
     parts of it may have been moved. An example of one row is traced with several, unless `enlarges` is False; what the
-    code decided then may rule out the example, as `conditions` say.
+    code decided then may rule out the example, as `conditions` say. Calls of modules that look alike by `repeats` are
+    compared with each other, and computed once.
     """
     example = read_example(model, args, kwargs, dynamic)
     live_hooks = set(live_hooks)
@@ -175,8 +188,8 @@ def trace(
         for is_enlarged in (True, False) if enlarges else (False,):
             tensors = enlarged(example, small) if is_enlarged else example.tensors
             try:
-                run = partial(_run, model, example, tensors, live_hooks, training, None, device)
-                traced = run_untouched(model, run)
+                run = partial(_run, model, example, tensors, live_hooks, training, None, device, repeats)
+                traced = without_diverged(repeats, partial(run_untouched, model, run))
                 # Which conditions of a trace with larger sizes count is known when it is cut.
                 conditions = () if is_enlarged else traced.conditions
                 bind_inputs(replace(traced.call, conditions=conditions), args, kwargs or {})
@@ -184,8 +197,19 @@ def trace(
                 continue
             return traced
         example = with_fixed(example, small)
-    run = partial(_run, model, example, example.tensors, live_hooks, training, prepare, device)
-    return run_untouched(model, run)
+    run = partial(_run, model, example, example.tensors, live_hooks, training, prepare, device, repeats)
+    return without_diverged(repeats, partial(run_untouched, model, run))
+
+
+def without_diverged(repeats: Repeats | None, run: Callable[[], _T]) -> _T:
+    """Run a model until no call is taken for another that it is unlike: each time one more module is left out."""
+    while True:
+        try:
+            return run()
+        except DivergedError as error:
+            assert repeats is not None
+            _LOG.debug("traced again, in full there: %s", error)
+            repeats.leave_out(error.path)
 
 
 def _run(
@@ -196,6 +220,7 @@ def _run(
     training: bool | None,
     prepare: Callable[[nn.Module, Recorder], None] | None,
     device: torch.device | None,
+    repeats: Repeats | None,
     watch: Watch,
 ) -> TracedModel:
     """Trace a copy of a model once, on tensors in place of those of the example."""
@@ -203,7 +228,7 @@ def _run(
     if training is not None:
         runner.train(training)
     silence_hooks(runner, live_hooks)
-    recorder = Recorder(runner)
+    recorder = Recorder(runner, repeats)
     if prepare is not None:
         prepare(runner, recorder)
     entry = _Entry(runner, example, recorder, watch)
@@ -212,8 +237,11 @@ def _run(
     elif device is not None and any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         tensors = stand_in_for_meta(runner, tensors, device=device)
     try:
-        with objects_kept(example):
-            _export(entry, _distinct(tensors), example.dynamic)
+        try:
+            with objects_kept(example):
+                _export(entry, _distinct(tensors), example.dynamic)
+        finally:
+            recorder.history.raise_if_diverged()
         _check_output(model, recorder.output)
         return freeze(model, example, recorder, model.training if training is None else training)
     finally:
@@ -287,6 +315,8 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
             # What the forward assigns to itself, it assigns to a copy.
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
             torch.export.export(entry, tensors, dynamic_shapes={"tensors": dynamic}, strict=False)
+    except _TraceFinished:
+        return
     except _ForwardError as failed:
         raise TraceError(_explain(entry.model, failed.error)) from failed.error
     except Exception as error:
@@ -297,10 +327,12 @@ def _export(entry: _Entry, tensors: tuple[torch.Tensor, ...], asked: DynamicDims
 def _noted_draws(note: Callable[[str], None]) -> Iterator[None]:
     """Note that the block has drawn from the random numbers of Python or numpy."""
     before = _generator_states()
-    yield
-    for name, state in _generator_states().items():
-        if before.get(name, state) != state:
-            note(f"those of {name}")
+    try:
+        yield
+    finally:
+        for name, state in _generator_states().items():
+            if before.get(name, state) != state:
+                note(f"those of {name}")
 
 
 def _generator_states() -> dict[str, bytes]:

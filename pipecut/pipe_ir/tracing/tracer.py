@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,10 +21,11 @@ from ..sizes.dynamic import AUTO, Dynamic
 from ..structure import map_leaves
 from ..traced import Fallback, TracedModel
 from ..untouched import Watch, run_untouched
+from .alike import Repeats
 from .recorder import Recorder
 from .records import UntraceableError, place_of, reason_of, why_and_where
 from .replay import Replayer, Replays, StandInInputs
-from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace
+from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace, without_diverged
 
 _REMEDIES = {
     False: (
@@ -70,6 +72,11 @@ class ModelTracer:
         self._export_failure: TraceError | None = None
         self.enlarges = True  # False: an example of one row is traced as it is
         self._observed: Observations | None = None
+        self._computes_repeats = False  # True: calls of equal modules are all computed, to compare
+
+    @functools.cached_property
+    def _repeats(self) -> Repeats:
+        return Repeats(self.model)
 
     def trace(self, live_hooks: Iterable[str] = (), training: bool | None = None) -> TracedModel:
         """Trace the model; the arguments are those of `trace`."""
@@ -98,11 +105,18 @@ class ModelTracer:
         With `apart` each run differs from the trace in one respect; otherwise there are fewer of them.
         """
         training = self._training if training is None else training
-        run = partial(self._run_again, traced, {*live_hooks, *self._needed_hooks}, training, apart)
-        return run_untouched(self.model, run, always=True)
+        repeats = self._repeats if self._observed is None and not self._computes_repeats else None
+        run = partial(self._run_again, traced, {*live_hooks, *self._needed_hooks}, training, apart, repeats)
+        return without_diverged(repeats, partial(run_untouched, self.model, run, always=True))
 
     def _run_again(
-        self, traced: TracedModel, live_hooks: set[str], training: bool | None, apart: bool, watch: Watch
+        self,
+        traced: TracedModel,
+        live_hooks: set[str],
+        training: bool | None,
+        apart: bool,
+        repeats: Repeats | None,
+        watch: Watch,
     ) -> Replays:
         copy, originals = clone_with_originals(self.model)
         if training is not None:
@@ -114,7 +128,7 @@ class ModelTracer:
             eager.prepare(copy, inputs)
             inputs.restart = eager.restart  # type: ignore[method-assign]
         example = read_example(self.model, self.args, self.kwargs, self.dynamic)
-        return Replayer(copy, example, traced, inputs, watch, self._device).run(apart, originals)
+        return Replayer(copy, example, traced, inputs, watch, self._device, repeats).run(apart, originals)
 
     def _trace_all(self, live_hooks: set[str], training: bool | None) -> TracedModel:
         """Trace with torch.export alone; if it fails with all sizes symbolic, with those of the example."""
@@ -180,6 +194,7 @@ class ModelTracer:
                 prepare,
                 self._device,
                 enlarges=self.enlarges,
+                repeats=self._repeats if prepare is None and not self._computes_repeats else None,
             )
 
     def _around_eager_modules(self, live_hooks: set[str], training: bool | None) -> TracedModel:

@@ -1,0 +1,368 @@
+"""Repeated modules: a call like an earlier one of an equal module is not computed again.
+
+Its code runs all the same. Each torch function that it calls, and each module, is compared with what the earlier call
+did at that place: the function, its plain arguments, and where its tensors come from. The code gets the tensors of the
+earlier call, and what that has left in the history and the trace is copied, with the names and tensors of this one.
+So nothing is taken for equal that was not seen to be: a flag, a counter or a global by which the code decides shows
+as another function or argument, and the run is made again, without this shortcut for that module.
+
+Tensors that outlive a call, as its results or in a cache, are made anew for each call. Those that nobody holds on to
+are known by their reference counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...torch_internals import ambient_modes, references_to, torch_functions_off, unproxied, version_of
+from ..structure import flatten, nested_tensors, unflatten
+from ..traced import Template
+from .alike import Repeats, spec_of
+from .events import Called, Entered, Event, Left, TensorNumber
+from .numbers import Numbers
+
+
+class DivergedError(Exception):
+    """Raised where the call of a module does something else than an earlier one that it was taken to be like."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path!r} {why}")
+        self.path = path
+
+
+@dataclass
+class RecordedCall:
+    """A call that has been computed, as calls like it are compared with.
+
+    `first` is its first event, `numbers` and `storages` where those of its own tensors begin. `results` are those of
+    its functions, by the number of the event. `is_fit` is False if another call cannot be compared with it.
+    """
+
+    path: str
+    first: int
+    depth: int  # the number of calls around it
+    numbers: int
+    storages: int
+    tensors: list[Tensor]  # of the arguments
+    state: dict[str, int]  # numbers of parameters and buffers, by their names in the module
+    unseen: int
+    is_fit: bool = True
+    events: tuple[Event, ...] = ()
+    end: int = 0  # of its numbers
+    storages_end: int = 0
+    met: frozenset[int] = frozenset()  # tensors from elsewhere that it was the first to use
+    specs: dict[int, Any] = field(default_factory=dict)  # of its own tensors
+    results: dict[int, Template] = field(default_factory=dict)
+    ambient: dict[int, Any] = field(default_factory=dict)
+    floats: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    of_trace: Any = None  # its span and nodes, if there is a tracer
+
+    def owns(self, number: int) -> bool:
+        """Return True for a tensor that was made inside."""
+        return self.numbers <= number < self.end and number not in self.met
+
+
+class _Recorder(Protocol):
+    """The parts of a recorder of histories that a follower needs."""
+
+    floats: list[float]
+
+    def frozen(self, value: Any) -> Any: ...
+
+
+class RepeatedCalls:
+    """Calls of one run that others may be like."""
+
+    def __init__(self, repeats: Repeats | None) -> None:
+        self._groups = repeats.groups if repeats is not None else {}
+        self._known: dict[Any, RecordedCall] = {}
+        self._key: Any = None
+        self.open: RecordedCall | None = None
+
+    def may_repeat(self, path: str) -> bool:
+        """Return True for a module that others look like, unless it is inside of a call that is recorded."""
+        return self.open is None and path in self._groups
+
+    def begin(
+        self,
+        path: str,
+        tensors: list[Tensor],
+        frozen: Any,
+        state: dict[str, int],
+        at: int,
+        depth: int,
+        numbers: Numbers,
+    ) -> RecordedCall | None:
+        """Return an earlier call like one that begins, or begin to record it if there is none."""
+        key = self._groups[path], _pattern(tensors, numbers), _without_tensors(frozen), ambient_modes()
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        self._key = key
+        self.open = RecordedCall(path, at, depth, numbers.count, numbers.storages, tensors, state, numbers.unseen)
+        return None
+
+    def forget(self, call: RecordedCall) -> None:
+        """Record the next call like one of this module anew."""
+        self._known = {key: known for key, known in self._known.items() if known is not call}
+
+    def finish(self, events: Sequence[Event], numbers: Numbers) -> None:
+        """End the call that is being recorded."""
+        call, self.open = self.open, None
+        assert call is not None
+        call.events, call.end, call.storages_end = tuple(events[call.first :]), numbers.count, numbers.storages
+        call.met = frozenset(number for number in numbers.met if number >= call.numbers)
+        is_own = all(
+            call.owns(number) for event in call.events if isinstance(event, Called) for number in event.written
+        )
+        left = [event for event in call.events if isinstance(event, Left)]
+        clear = all(not event.buffers and len(dict(event.handed_on)) == len(set(event.handed_on)) for event in left)
+        call.is_fit = call.is_fit and is_own and clear and numbers.unseen == call.unseen
+        if call.is_fit:
+            own = (number for number in range(call.numbers, call.end) if call.owns(number))
+            call.specs = {number: spec_of(numbers.tensors[number]) for number in own if number in numbers.tensors}
+            self._known[self._key] = call
+
+
+def _pattern(tensors: Sequence[Tensor], numbers: Numbers) -> Any:
+    """Return the specs of tensors, and which of them are one, or lie in one memory."""
+    same = [numbers.of(tensor) for tensor in tensors]
+    memory = [numbers.storage(tensor) for tensor in tensors]
+    return tuple((spec_of(tensor), same.index(same[at]), memory.index(memory[at])) for at, tensor in enumerate(tensors))
+
+
+def _without_tensors(frozen: Any) -> Any:
+    if isinstance(frozen, TensorNumber):
+        return TensorNumber
+    return tuple(map(_without_tensors, frozen)) if isinstance(frozen, tuple) else frozen
+
+
+class Follower:
+    """Comparison of one call, while its code runs, with an earlier one that it is like."""
+
+    def __init__(self, call: RecordedCall, path: str, numbers: Numbers) -> None:
+        self.call, self.path, self._numbers = call, path, numbers
+        self.nth_calls: list[int] = []
+        self.own: dict[int, Tensor] = {}  # tensors of this call, by the numbers that stand for them in the other
+        self._number_of: dict[int, int] = {}  # these numbers, by the ids of the tensors
+        self._memories: dict[int, int] = {}
+        self._at = 0
+        self._depth = 0
+        self._fresh: set[int] = set()
+        self._counts: dict[int, int] = {}
+
+    def begin(self, tensors: Sequence[Tensor], state: Mapping[str, int]) -> bool:
+        """Pair the tensors of both calls; return False if that is not possible."""
+        call, numbers = self.call, self._numbers
+        if call.state.keys() != state.keys() or len(call.tensors) != len(tensors):
+            return False
+        pairs = [(numbers.of(one), other) for one, other in zip(call.tensors, tensors, strict=True)]
+        pairs += [(number, numbers.tensors[state[name]]) for name, number in call.state.items()]
+        for number, tensor in pairs:
+            memory = numbers.storage(numbers.tensors[number]), numbers.storage(tensor)
+            if (
+                self.own.setdefault(number, tensor) is not tensor
+                or self._number_of.setdefault(id(tensor), number) != number
+                or self._memories.setdefault(*memory) != memory[1]
+            ):
+                return False
+        return self._find_fresh()
+
+    def _find_fresh(self) -> bool:
+        """Find the tensors that others hold on to, and count the references to all others."""
+        call, tensors = self.call, self._numbers.tensors
+        left = call.events[-1]
+        assert isinstance(left, Left)
+        self._fresh = {number for _, number in left.handed_on if call.owns(number)}
+        for number in range(call.numbers, call.end):
+            if number in tensors and number not in self._fresh and number not in call.met:
+                count = references_to(tensors[number])
+                if count > _OWN_REFERENCES:
+                    self._fresh.add(number)
+                else:
+                    self._counts[number] = count
+        memories = [self._numbers.storage(tensors[number]) for number in self._fresh]
+        return len(set(memories)) == len(memories) and all(memory >= call.storages for memory in memories)
+
+    @property
+    def given(self) -> dict[int, Tensor]:
+        """Arguments and state of this call, by the numbers of those of the other."""
+        return {number: tensor for number, tensor in self.own.items() if number not in self._fresh}
+
+    @property
+    def made(self) -> dict[int, Tensor]:
+        """The tensors that were made for this call, by the numbers of those of the other."""
+        return {number: tensor for number, tensor in self.own.items() if number in self._fresh}
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the number that stands for a tensor in the other call."""
+        number = self._number_of.get(id(tensor))
+        if number is None:
+            number = self._numbers.of(tensor)
+            if number in self.own or number in self._fresh:
+                return -1  # of the other call itself
+        return number
+
+    def module_path(self, path: str) -> str:
+        """Return the path of a module in the other call."""
+        inside = path == self.path or path.startswith(f"{self.path}.")
+        return self.call.path + path[len(self.path) :] if inside else path
+
+    def own_path(self, path: str) -> str:
+        """Return the path of a module of the other call in this one."""
+        inside = path == self.call.path or path.startswith(f"{self.call.path}.")
+        return self.path + path[len(self.call.path) :] if inside else path
+
+    def fail(self, why: str) -> DivergedError:
+        """Return the error for a difference."""
+        return DivergedError(self.path, f"{why}, unlike {self.call.path!r}")
+
+    def function(self, func: Any, args: Any, kwargs: Any, recorder: _Recorder) -> Any:
+        """Return what a torch function returned in the other call, or call it if it makes no tensors."""
+        event = self.call.events[self._at]
+        if isinstance(event, Called) and event.function == func:
+            with torch_functions_off():
+                at = self.call.first + self._at
+                recorder.floats.clear()
+                same = recorder.frozen((args, kwargs)) == event.args
+                if same and tuple(recorder.floats) == self.call.floats[at] and ambient_modes() == self.call.ambient[at]:
+                    self._at += 1
+                    return self._given(self.call.results[at])
+        with torch_functions_off():
+            used = list(nested_tensors((args, kwargs)))
+            versions = [version_of(tensor) for tensor in used]
+            result = func(*args, **kwargs)
+            if next(nested_tensors(result), None) is not None or versions != [version_of(tensor) for tensor in used]:
+                raise self.fail(f"calls {getattr(func, '__name__', func)} with other arguments or at another place")
+        return result
+
+    def entered(self, path: str, nth_call: int, args: Any) -> None:
+        """Compare the call of a module inside."""
+        event = self._next()
+        if not isinstance(event, Entered) or (event.path, event.args) != (self.module_path(path), args):
+            raise self.fail(f"calls {path!r} with other arguments or at another place")
+        self.nth_calls.append(nth_call)
+        self._depth += 1
+
+    def left(self, result: Any, output: Any, buffers: Mapping[str, Tensor]) -> Any:
+        """Compare the end of a module's call; return its result as the caller gets it."""
+        event = self._next()
+        if not isinstance(event, Left) or event.result != result or buffers:
+            raise self.fail("returns something else")
+        self._depth -= 1
+        leaves, structure = flatten(output, holders=True)
+        given = iter(event.handed_on)
+        changed = [self._handed_on(leaf, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return output
+        return unflatten(structure, changed)
+
+    def _handed_on(self, leaf: Tensor, pairs: Iterator[tuple[int, int]]) -> Tensor:
+        own, given = next(pairs)
+        return leaf if own == given else self._tensor(given)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the call has ended."""
+        return self._depth < 0
+
+    def finish(self) -> None:
+        """Check that all was done, and that nobody holds on to tensors of the other call."""
+        if self._at != len(self.call.events):
+            raise self.fail("does less")
+        tensors = self._numbers.tensors
+        if any(references_to(tensors[number]) != count for number, count in self._counts.items()):
+            raise self.fail("keeps a tensor")
+
+    def _next(self) -> Event | None:
+        at, self._at = self._at, self._at + 1
+        return self.call.events[at] if at < len(self.call.events) else None
+
+    def _given(self, result: Template) -> Any:
+        leaves = [self._tensor(leaf.number) if isinstance(leaf, TensorNumber) else leaf for leaf in result.leaves]
+        return leaves[0] if result.structure.rebuild is None else unflatten(result.structure, leaves)
+
+    def _tensor(self, number: int) -> Tensor:
+        known = self.own.get(number)
+        if known is not None:
+            return known
+        tensor = self._numbers.tensors[number]
+        if number not in self._fresh:
+            return tensor
+        with torch_functions_off(), unproxied():
+            made = tensor.clone()
+        if spec_of(made) != self.call.specs[number]:
+            raise self.fail("returns a tensor that cannot be made like one")
+        self.own[number] = made
+        self._number_of[id(made)] = number
+        return made
+
+    # The copy of what the other call has left behind.
+
+    def copied(self) -> list[Event]:
+        """Return the events of this call, and give its tensors their numbers."""
+        call, numbers = self.call, self._numbers
+        shift = numbers.count - call.numbers
+        numbers.count += call.end - call.numbers
+        memories = {number: numbers.new_storage() for number in range(call.storages, call.storages_end)}
+        memories |= self._memories
+        for number, tensor in self.made.items():
+            numbers.adopt(tensor, number + shift, memories[numbers.storage(numbers.tensors[number])])
+        known = {number: numbers.of(tensor) for number, tensor in self.given.items()}
+
+        def translate(number: int) -> int:
+            return known.get(number, number + shift if call.owns(number) else number)
+
+        copy = _Copy(translate, self.own_path, memories, iter(self.nth_calls))
+        return [copy.of(event) for event in call.events]
+
+
+_NUMBERED = {0: torch.empty(0)}
+_OWN_REFERENCES = references_to(_NUMBERED[0])  # to a tensor that only the table of numbers has
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Copy of events, with other numbers, paths and memories."""
+
+    number: Callable[[int], int]
+    path: Callable[[str], str]
+    memories: Mapping[int, int]
+    nth_calls: Iterator[int]
+
+    def of(self, event: Event) -> Event:
+        if isinstance(event, Called):
+            return self._function(event)
+        if isinstance(event, Entered):
+            args = event.args[0], self.value(event.args[1])
+            return replace(event, path=self.path(event.path), nth_call=next(self.nth_calls), args=args)
+        pairs = tuple((self.number(one), self.number(other)) for one, other in event.handed_on)
+        return replace(event, result=(event.result[0], self.value(event.result[1])), handed_on=pairs)
+
+    def _function(self, event: Called) -> Called:
+        number, memories = self.number, self.memories
+        return Called(
+            event.function,
+            self.value(event.args),
+            tuple([number(each) for each in event.made]),
+            tuple([number(each) for each in event.written]),
+            tuple([(number(each), memories.get(memory, memory)) for each, memory in event.storages]),
+            event.modes,
+            event.line,
+            {number(one): number(other) for one, other in event.passed_on.items()} if event.passed_on else {},
+        )
+
+    def value(self, value: Any) -> Any:
+        """Return an argument in terms of the copy."""
+        if isinstance(value, TensorNumber):
+            return TensorNumber(self.number(value.number))
+        if not isinstance(value, tuple):
+            return value
+        if len(value) == 2 and value[0] == "module":
+            return "module", self.path(value[1])
+        return tuple([self.value(item) for item in value])
