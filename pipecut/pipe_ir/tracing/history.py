@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...torch_internals import (
     ambient_modes,
-    buffers_of,
     packing_hooks,
     torch_functions_off,
     version_of,
@@ -27,9 +26,20 @@ from ...torch_internals import (
 from ..operators import is_mark
 from ..structure import flatten, nested_tensors
 from ..traced import PLAIN_TYPES, Template
-from .alike import Repeats
-from .events import Called, Effect, Entered, Event, History, Left, Line, SizeExpression, TensorNumber
-from .numbers import SYMBOLIC, Numbers
+from .events import (
+    SYMBOLIC,
+    Called,
+    Effect,
+    Entered,
+    Event,
+    History,
+    Left,
+    Line,
+    Numbers,
+    Repeats,
+    SizeExpression,
+    TensorNumber,
+)
 from .records import is_users_code
 from .repeats import DivergedError, Follower, RecordedCall, RepeatedCalls
 
@@ -338,12 +348,6 @@ class TraceHistory(HistoryRecorder):
     def __init__(self, paths: Mapping[int, str], listens: Callable[[], bool], repeats: Repeats | None) -> None:
         super().__init__(paths, repeats=repeats)
         self.listens = listens  # type: ignore[method-assign]
-
-
-def new_buffers(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers of a module that are other tensors than before."""
-    now = buffers_of(module)
-    return {name: tensor for name, tensor in now.items() if tensor is not None and tensor is not before.get(name)}
 
 
 _CONVERSIONS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {

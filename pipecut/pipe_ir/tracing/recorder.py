@@ -32,19 +32,21 @@ from ..copies import quiet_subclass
 from ..sizes.symbols import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .alike import Repeats
-from .copied_calls import CopiedCall, TracedCall, nodes_given
-from .history import TraceHistory, new_buffers
+from .events import Repeats, new_buffers
+from .history import TraceHistory
 from .records import (
     NOTHING,
     Attributes,
+    CopiedCall,
     OpenSpan,
     RecordedNode,
     RecordedTensor,
+    TracedCall,
     UntraceableError,
     attributes_of,
     changed_attributes,
     line_of,
+    nodes_given,
     user_line,
 )
 

@@ -22,9 +22,7 @@ from torch import Tensor
 from ...torch_internals import ambient_modes, references_to, torch_functions_off, unproxied, version_of
 from ..structure import flatten, nested_tensors, unflatten
 from ..traced import Template
-from .alike import Repeats, spec_of
-from .events import Called, Entered, Event, Left, TensorNumber
-from .numbers import Numbers
+from .events import Called, Entered, Event, Left, Numbers, Repeats, TensorNumber, spec_of
 
 
 class DivergedError(Exception):

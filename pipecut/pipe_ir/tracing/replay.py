@@ -40,10 +40,8 @@ from ..structure import map_leaves
 from ..surroundings import Generator, Place
 from ..traced import TracedModel
 from ..untouched import Watch
-from .alike import Repeats
-from .events import Effect, History, KeptValue, line_text
-from .history import HistoryRecorder, innermost_line, new_buffers
-from .numbers import Numbers
+from .events import Effect, History, KeptValue, Numbers, Repeats, line_text, new_buffers
+from .history import HistoryRecorder, innermost_line
 from .outside_state import NUMBER, StateWatch, changed_places
 from .records import reason_of
 from .run import is_without_memory, kept_random_numbers, own_code

@@ -25,7 +25,7 @@ from ..inputs import Example, bind_inputs, enlarged, objects_kept, read_example,
 from ..sizes.dynamic import Dynamic, DynamicDims
 from ..traced import Opaque, Template, TracedModel
 from ..untouched import Watch, run_untouched
-from .alike import Repeats
+from .events import Repeats
 from .freeze import freeze
 from .history import HistoryRecorder
 from .recorder import Recorder

@@ -21,7 +21,7 @@ from ..sizes.dynamic import AUTO, Dynamic
 from ..structure import map_leaves
 from ..traced import Fallback, TracedModel
 from ..untouched import Watch, run_untouched
-from .alike import Repeats
+from .events import Repeats
 from .recorder import Recorder
 from .records import UntraceableError, place_of, reason_of, why_and_where
 from .replay import Replayer, Replays, StandInInputs
