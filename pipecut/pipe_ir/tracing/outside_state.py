@@ -1,20 +1,28 @@
 """State of Python's that the forwards of a model change: which module changes it, and which decides by it.
 
 A run is looked at wherever a module's call begins or ends. In a further run the numbers that were changed are replaced
-by some that report where they are used: a count by which nothing is decided is no more than a count.
+by some that report where they are used: a count by which nothing is decided is no more than a count. Clocks, the
+system's random numbers and iterators report their uses too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+import contextlib
+import functools
+import io
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...torch_internals import buffers_of, parameters_of
 from ..surroundings import Place, Surroundings, attributes_of
 from .events import KeptValue
-from .watched import WatchedNumber
+from .records import is_users_code
 
 
 def changed_places(surroundings: Surroundings, model: nn.Module) -> list[Place]:
@@ -147,3 +155,245 @@ class StateWatch:
                 is_copied = of_module is not None or id(each) in originals
                 original = None if of_module is not None else originals.get(id(each), each)
                 yield KeptValue(path, original, its_name, of_module, is_copied, used_by, settles)
+
+
+class WatchedNumber:
+    """Stands for a number, and reports each use that is more than to compute another number from it.
+
+    >>> used = []
+    >>> count = WatchedNumber(3, lambda: used.append("used"))
+    >>> count += 1
+    >>> len(used), count % 4 == 0, used
+    (0, True, ['used'])
+    """
+
+    def __init__(self, value: float, on_use: Callable[[], None]) -> None:
+        self._value, self._on_use = value, on_use
+
+    def used(self) -> Any:
+        """Report a use, and return the number."""
+        self._on_use()
+        return self._value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(without_watch, args), **{name: without_watch(each) for name, each in (kwargs or {}).items()})
+
+    def __str__(self) -> str:
+        return _WatchedText.of(str(self._value), self._on_use)
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return _WatchedText.of(format(self._value, spec), self._on_use)
+
+
+class _WatchedText(str):
+    """The text of a number; it may be printed, and reports if it is compared, looked up or taken apart.
+
+    >>> used = []
+    >>> count = WatchedNumber(3, lambda: used.append("used"))
+    >>> text = f"{count}"
+    >>> len(used), text == "3", used
+    (0, True, ['used'])
+    """
+
+    _on_use: Callable[[], None]
+
+    @classmethod
+    def of(cls, text: str, on_use: Callable[[], None]) -> str:
+        """Return a text that calls `on_use` for each use."""
+        made = cls(text)
+        made._on_use = on_use
+        return made
+
+
+def without_watch(value: Any) -> Any:
+    """Return the number that a WatchedNumber stands for, which is a use of it; anything else as it is."""
+    if type(value) is WatchedNumber:
+        return value.used()
+    if type(value) in (tuple, list):
+        return type(value)(map(without_watch, value))
+    return value
+
+
+def _computing(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: WatchedNumber, *others: Any) -> Any:
+        if any(isinstance(other, Tensor) for other in others):
+            self.used()
+        values = [self._value, *(other._value if type(other) is WatchedNumber else other for other in others)]
+        result = function(*(reversed(values) if swapped else values))
+        return WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
+
+    return method
+
+
+def _using(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(self.used(), *map(without_watch, others))
+
+
+_COMPUTING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in _COMPUTING:
+    _function = getattr(operator, f"__{_name}__")
+    setattr(WatchedNumber, f"__{_name}__", _computing(_function))
+    setattr(WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "index"):
+    setattr(WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
+_CONVERSIONS: tuple[Callable[..., Any], ...] = (bool, int, float, hash, round)
+for _convert in _CONVERSIONS:
+    setattr(WatchedNumber, f"__{_convert.__name__}__", _using(_convert))
+
+
+def _reporting(name: str) -> Callable[..., Any]:
+    def method(self: _WatchedText, *args: Any) -> Any:
+        self._on_use()
+        return getattr(str, name)(self, *args)
+
+    return method
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "contains", "getitem")
+for _name in (*(f"__{_name}__" for _name in _COMPARISONS), "startswith", "endswith", "find", "index", "count"):
+    setattr(_WatchedText, _name, _reporting(_name))
+
+
+class _WatchedIterator:
+    """Stands for an iterator whose state Python does not show: numbers report their uses, all else reports at once."""
+
+    def __init__(self, iterator: Iterator[Any], on_use: Callable[[], None]) -> None:
+        self._iterator, self._on_use = iterator, on_use
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return _reported(next(self._iterator), self._on_use)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _reported(value: Any, on_use: Callable[[], None]) -> Any:
+    """Return a value from outside: a number that reports its uses; anything else that tells something is one use."""
+    if type(value) in (int, float):
+        return WatchedNumber(value, on_use)
+    if value is not None and not (isinstance(value, io.IOBase) and not value.readable()):
+        on_use()
+    return value
+
+
+class _Source:
+    """Stands for a function that asks the system: the clock, its random numbers, files.
+
+    Only what the user's code asks for is reported, itself or through the standard library, in one thread.
+    """
+
+    def __init__(self, function: Callable[..., Any], on_use: Callable[[], None]) -> None:
+        self._function, self._on_use = function, on_use
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self._function(*args, **kwargs)
+        if threading.get_ident() != self._thread or not _is_for_the_user(sys._getframe(1)):
+            return value
+        if any(value is each for each in args):  # os.fspath and the like ask nobody
+            return value
+        return _reported(value, self._on_use)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+# Parts of the standard library that ask the system on their own account.
+_FOR_THEMSELVES = frozenset({"logging", "warnings", "importlib", "linecache", "inspect", "traceback", "tokenize"})
+_SYSTEM = ("time", "posix", "nt")  # modules whose functions ask the system
+_NAMED_IN = ("time", "os", "posix", "nt", "random", "io", "builtins")  # where the standard library has them
+
+
+def _is_for_the_user(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in _FOR_THEMSELVES:
+            return False
+        if package not in sys.stdlib_module_names or package == "__main__":
+            return is_users_code(frame.f_code.co_filename)
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def watched_sources(places: Iterable[tuple[Place, Any]], on_use: Callable[[str], None]) -> Iterator[None]:
+    """Let what the system and iterators tell report its uses: `on_use` gets what it is in words.
+
+    A function is replaced where Python has it, and in the places where the user's code has it under a name.
+    """
+    sources = {
+        function: _Source(function, functools.partial(on_use, f"{function.__module__}.{function.__name__}()"))
+        for function in _system_functions()
+    }
+    known = [_Names(dict(own), own.get, own.__setitem__) for own in _standard_library()]
+    known += [_Names.in_place(place, values) for place, values in places if isinstance(values, dict)]
+    replaced = [
+        (names, name, value, made)
+        for names in known
+        for name, value in names.values.items()
+        if (made := _stand_in(value, sources, on_use)) is not None and names.get(name) is value
+    ]
+    try:
+        for names, name, _, made in replaced:
+            names.put(name, made)
+        yield
+    finally:
+        for names, name, value, made in replaced:
+            if names.get(name) is made:
+                names.put(name, value)
+
+
+class _Names(NamedTuple):
+    """Names with their values, and the way to read and to replace one."""
+
+    values: Mapping[Any, Any]
+    get: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+
+    @classmethod
+    def in_place(cls, place: Place, values: Mapping[Any, Any]) -> _Names:
+        """Return the names that an object has."""
+        return cls(
+            values,
+            lambda name: place.read().get(name),
+            lambda name, value: place.write({**place.read(), name: value}),
+        )
+
+
+def _standard_library() -> list[dict[str, Any]]:
+    return [vars(sys.modules[name]) for name in _NAMED_IN if name in sys.modules]
+
+
+def _system_functions() -> list[Callable[..., Any]]:
+    found = [value for name in _SYSTEM if name in sys.modules for value in vars(sys.modules[name]).values()]
+    return [open, *(value for value in found if type(value) is types.BuiltinFunctionType)]
+
+
+def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str], None]) -> Any:
+    if type(value) is types.BuiltinFunctionType:
+        return sources.get(value)
+    kind: Any = type(value)
+    if _is_iterator(kind):
+        return _WatchedIterator(value, functools.partial(on_use, "an iterator"))
+    return None
+
+
+@functools.cache
+def _is_iterator(cls: type) -> bool:
+    """Return True for a class of iterators that is not written in Python, and so has no attributes to look at."""
+    is_open = cls.__flags__ & _MADE_IN_PYTHON
+    return not is_open and hasattr(cls, "__next__")
+
+
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE

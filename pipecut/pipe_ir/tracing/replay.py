@@ -42,10 +42,9 @@ from ..traced import TracedModel
 from ..untouched import Watch
 from .events import Effect, History, KeptValue, Numbers, Repeats, line_text, new_buffers
 from .history import HistoryRecorder, innermost_line
-from .outside_state import NUMBER, StateWatch, changed_places
+from .outside_state import NUMBER, StateWatch, changed_places, watched_sources, without_watch
 from .records import reason_of
 from .run import is_without_memory, kept_random_numbers, own_code
-from .watched import watched_sources, without_watch
 
 
 @dataclass(frozen=True)
