@@ -131,7 +131,7 @@ class StateWatch:
         def use() -> None:
             self._uses.setdefault((number, name), set()).add(on_use(NUMBER if name is None else f"{name!r}, {NUMBER}"))
 
-        return WatchedNumber(value, use)
+        return _WatchedNumber(value, use)
 
     def kept(
         self, surroundings: Surroundings, originals: Mapping[int, Any], paths: Mapping[int, str]
@@ -157,11 +157,11 @@ class StateWatch:
                 yield KeptValue(path, original, its_name, of_module, is_copied, used_by, settles)
 
 
-class WatchedNumber:
+class _WatchedNumber:
     """Stands for a number, and reports each use that is more than to compute another number from it.
 
     >>> used = []
-    >>> count = WatchedNumber(3, lambda: used.append("used"))
+    >>> count = _WatchedNumber(3, lambda: used.append("used"))
     >>> count += 1
     >>> len(used), count % 4 == 0, used
     (0, True, ['used'])
@@ -195,7 +195,7 @@ class _WatchedText(str):
     """The text of a number; it may be printed, and reports if it is compared, looked up or taken apart.
 
     >>> used = []
-    >>> count = WatchedNumber(3, lambda: used.append("used"))
+    >>> count = _WatchedNumber(3, lambda: used.append("used"))
     >>> text = f"{count}"
     >>> len(used), text == "3", used
     (0, True, ['used'])
@@ -212,8 +212,8 @@ class _WatchedText(str):
 
 
 def without_watch(value: Any) -> Any:
-    """Return the number that a WatchedNumber stands for, which is a use of it; anything else as it is."""
-    if type(value) is WatchedNumber:
+    """Return the number that a _WatchedNumber stands for, which is a use of it; anything else as it is."""
+    if type(value) is _WatchedNumber:
         return value.used()
     if type(value) in (tuple, list):
         return type(value)(map(without_watch, value))
@@ -221,12 +221,12 @@ def without_watch(value: Any) -> Any:
 
 
 def _computing(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: WatchedNumber, *others: Any) -> Any:
+    def method(self: _WatchedNumber, *others: Any) -> Any:
         if any(isinstance(other, Tensor) for other in others):
             self.used()
-        values = [self._value, *(other._value if type(other) is WatchedNumber else other for other in others)]
+        values = [self._value, *(other._value if type(other) is _WatchedNumber else other for other in others)]
         result = function(*(reversed(values) if swapped else values))
-        return WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
+        return _WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
 
     return method
 
@@ -238,15 +238,15 @@ def _using(function: Callable[..., Any]) -> Callable[..., Any]:
 _COMPUTING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 for _name in _COMPUTING:
     _function = getattr(operator, f"__{_name}__")
-    setattr(WatchedNumber, f"__{_name}__", _computing(_function))
-    setattr(WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
+    setattr(_WatchedNumber, f"__{_name}__", _computing(_function))
+    setattr(_WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
 for _name in ("neg", "pos", "abs", "invert"):
-    setattr(WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
+    setattr(_WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "index"):
-    setattr(WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
+    setattr(_WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
 _CONVERSIONS: tuple[Callable[..., Any], ...] = (bool, int, float, hash, round)
 for _convert in _CONVERSIONS:
-    setattr(WatchedNumber, f"__{_convert.__name__}__", _using(_convert))
+    setattr(_WatchedNumber, f"__{_convert.__name__}__", _using(_convert))
 
 
 def _reporting(name: str) -> Callable[..., Any]:
@@ -281,7 +281,7 @@ class _WatchedIterator:
 def _reported(value: Any, on_use: Callable[[], None]) -> Any:
     """Return a value from outside: a number that reports its uses; anything else that tells something is one use."""
     if type(value) in (int, float):
-        return WatchedNumber(value, on_use)
+        return _WatchedNumber(value, on_use)
     if value is not None and not (isinstance(value, io.IOBase) and not value.readable()):
         on_use()
     return value
