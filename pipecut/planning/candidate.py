@@ -167,14 +167,14 @@ def _needed(needs: Sequence[float], limits: Sequence[float]) -> str:
     return f"{format_bytes_rounded_up(needs[rank])} on rank {rank}"
 
 
-def _costs_of(stages: Sequence[StageCost], held: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
+def _costs_of(stages: Sequence[StageCost], at_once: Sequence[bool], speeds: Sequence[float], machine: Machine) -> Costs:
     """Return the costs of stages as the simulator takes them: seconds and bytes.
 
-    If gradients are `held`, the first half of a split backward makes those of the weights too, and the second half
-    adds them to the sums. If they are deferred, their operands stay in memory in between.
+    Where they come `at_once`, the first half of a split backward makes the weight gradients too, and adds them to the
+    sums. If they are deferred, their operands stay in memory in between.
     """
-    times = [split_times(stage, holds, machine) for stage, holds in zip(stages, held, strict=True)]
-    pending = [pending_bytes(stage, holds) for stage, holds in zip(stages, held, strict=True)]
+    times = [split_times(*each) for each in zip(stages, at_once, strict=True)]
+    pending = [pending_bytes(*each) for each in zip(stages, at_once, strict=True)]
     return Costs(
         forward=[each.forward / speed for each, speed in zip(times, speeds, strict=True)],
         backward_input=[each.backward_input / speed for each, speed in zip(times, speeds, strict=True)],

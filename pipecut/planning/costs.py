@@ -27,7 +27,6 @@ from ..schedule import (
     simulate,
 )
 from ..split import (
-    ACCUMULATION_PASSES,
     BalancedCut,
     Blocks,
     Chain,
@@ -175,19 +174,16 @@ class DeferralRule:
         return torch.empty(shape, device="meta")
 
 
-def split_times(stage: StageCost, holds: bool, machine: Machine) -> Times:
-    """Return the times of a stage, with its backward in halves."""
-    if not holds:
-        return stage.times
-    adding = min(stage.times.backward_weight, ACCUMULATION_PASSES * stage.trained_bytes / machine.memory_bandwidth)
-    moved = stage.times.backward_weight - adding
-    return Times(stage.times.forward, stage.times.backward_input + moved, adding)
+def split_times(stage: StageCost, at_once: bool) -> Times:
+    """Return the times of a stage, with its backward in halves, of which the first may be all of it."""
+    times = stage.times
+    return Times(times.forward, times.backward_input + times.backward_weight, 0.0) if at_once else times
 
 
-def pending_bytes(stage: StageCost, holds: bool) -> float:
+def pending_bytes(stage: StageCost, at_once: bool) -> float:
     """Return the bytes that one microbatch keeps between the halves of its backward."""
-    if holds:
-        return stage.trained_bytes
+    if at_once:
+        return 0.0
     # Where no input needs a gradient, the first half does nothing.
     return stage.deferred_bytes if stage.times.backward_input else stage.saved_bytes
 

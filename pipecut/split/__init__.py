@@ -22,7 +22,6 @@ from .chain import StageTie as StageTie
 from .chain import chain_of as chain_of
 from .chain import default_machine as default_machine
 from .chain import operations_of as operations_of
-from .cost import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .cost import ConcreteCosts as ConcreteCosts
 from .cost import Machine as Machine
 from .cost import MachineLike as MachineLike

@@ -19,6 +19,7 @@ from .autograd import profiler_is_on as profiler_is_on
 from .autograd import run_backward as run_backward
 from .autograd import saved_value as saved_value
 from .autograd import scales_by_itself as scales_by_itself
+from .autograd import sequence_number as sequence_number
 from .autograd import tensor_hooks as tensor_hooks
 from .checkpoint import METADATA_FILE as METADATA_FILE
 from .checkpoint import unpickle_metadata as unpickle_metadata
@@ -45,7 +46,6 @@ from .modules import BatchNorm as BatchNorm
 from .modules import FakeTensor as FakeTensor
 from .modules import FakeTensorMode as FakeTensorMode
 from .modules import TorchDispatchMode as TorchDispatchMode
-from .modules import add_each_ as add_each_
 from .modules import backward_hooks as backward_hooks
 from .modules import buffers_of as buffers_of
 from .modules import children_of as children_of

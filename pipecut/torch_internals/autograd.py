@@ -30,6 +30,7 @@ class NodeKind:
     CONVOLUTION = "ConvolutionBackward0"
     EMBEDDING = "EmbeddingBackward0"
     MM = "MmBackward0"
+    TRANSPOSE = "TBackward0"
     REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
@@ -87,6 +88,14 @@ def hooks_registered() -> int:
     Equal numbers prove cheaply that nobody has added a hook in between.
     """
     return RemovableHandle.next_id
+
+
+def sequence_number(node: Node) -> int:
+    """Return the number of a node: one more than that of the node made before it, by the same thread.
+
+    An accumulator has the largest of all numbers, whenever it was made.
+    """
+    return node._sequence_nr()
 
 
 def is_only_hook(handle: RemovableHandle) -> bool:

@@ -244,8 +244,3 @@ def make_subclass(cls: type[_T], data: Tensor, requires_grad: bool) -> _T:
     `Tensor.as_subclass` keeps the gradient history and cannot make a leaf that requires a gradient.
     """
     return Tensor._make_subclass(cls, data, requires_grad)
-
-
-def add_each_(sums: list[Tensor], terms: list[Tensor]) -> None:
-    """Add to each tensor its term, in place, with few kernels; there is no public form of this."""
-    torch._foreach_add_(sums, terms)

@@ -131,7 +131,7 @@ def half_checkpointed() -> tuple[Pipe, list[PipelineStage], Result]:
     return pipe, stages, expected
 
 
-@pytest.mark.parametrize("way", ["held", "deferred"])
+@pytest.mark.parametrize("way", ["at once", "deferred"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule(
     name: str,

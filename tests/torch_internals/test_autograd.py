@@ -23,6 +23,7 @@ from pipecut.torch_internals import (
     profiler_is_on,
     run_backward,
     saved_value,
+    sequence_number,
     tensor_hooks,
 )
 
@@ -141,6 +142,7 @@ def test_kinds_of_nodes_have_these_names() -> None:
         NodeKind.CONVOLUTION: nn.functional.conv2d(image, leaf(1, 1, 3, 3)),
         NodeKind.EMBEDDING: nn.functional.embedding(torch.tensor([0]), square),
         NodeKind.MM: square @ square,
+        NodeKind.TRANSPOSE: square.t(),
         NodeKind.REENTRANT_CHECKPOINT: checkpoint(torch.sin, square, use_reentrant=True),
         NodeKind.ACCUMULATOR: square,
     }
@@ -163,3 +165,11 @@ def test_the_innermost_hooks_on_saved_tensors_are_known() -> None:
         assert hooks is not None
         assert hooks[0] is pack
     assert packing_hooks() is None
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    square = leaf(2, 2)
+    first = square * 2
+    second = first.t()
+    numbers = [sequence_number(node_of(value)) for value in (first, second, square)]
+    assert numbers[0] + 1 == numbers[1] < numbers[2]

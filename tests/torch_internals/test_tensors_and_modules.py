@@ -20,7 +20,6 @@ from pipecut.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    add_each_,
     backward_hooks,
     buffers_of,
     children_of,
@@ -89,12 +88,6 @@ def test_a_tensor_of_a_class_is_a_leaf_over_the_same_memory() -> None:
     made = make_subclass(Special, data, requires_grad=True)
     assert type(made) is Special
     assert (made.is_leaf, made.requires_grad, storage_id(made)) == (True, True, storage_id(data))
-
-
-def test_many_tensors_are_added_at_once() -> None:
-    sums = [torch.ones(2), torch.zeros(3)]
-    add_each_(sums, [torch.ones(2), torch.ones(3)])
-    assert [tensor.tolist() for tensor in sums] == [[2, 2], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])

@@ -8,7 +8,6 @@ from .operation import CostFinder as CostFinder
 from .operation import flops_between as flops_between
 from .operation import operation_flops as operation_flops
 from .saved import bytes_of as bytes_of
-from .times import ACCUMULATION_PASSES as ACCUMULATION_PASSES
 from .times import OperationTimes as OperationTimes
 from .times import Times as Times
 from .times import mean_of as mean_of

@@ -13,7 +13,7 @@ from .operation import ConcreteCosts, CostFinder, operation_flops
 from .saved import bytes_of
 
 # A weight's gradient is added to what earlier microbatches left: two reads and a write.
-ACCUMULATION_PASSES = 3
+_ACCUMULATION_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class OperationTimes:
 
     def _accumulation(self, weights: list[int]) -> float:
         size = sum(self._costs.number(bytes_of(self.traced.operations[index])) for index in weights)
-        return ACCUMULATION_PASSES * size / self.machine.memory_bandwidth
+        return _ACCUMULATION_PASSES * size / self.machine.memory_bandwidth
 
     def _dtype(self, op: Operation) -> torch.dtype:
         spec = op.spec

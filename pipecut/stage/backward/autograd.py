@@ -138,6 +138,11 @@ class PendingWeights:
         return () if self._gradients is None else self._gradients()
 
     @property
+    def is_empty(self) -> bool:
+        """True if the input part has done all there is to do."""
+        return self._finish is no_work
+
+    @property
     def done(self) -> bool:
         """True after `take()`."""
         return self._finish is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ...torch_internals import has_gradient_hooks, hooks_registered
+from ...torch_internals import has_gradient_hooks, hooks_registered, sequence_number
 
 _MARK = "pipecut tests who holds this node"
 
@@ -38,18 +38,32 @@ class StageWeights:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = tuple({id(parameter): parameter for parameter in parameters}.values())
+        self._ids = {id(parameter) for parameter in self.parameters}
         self._types = [type(parameter) for parameter in self.parameters]
         plain = [parameter for parameter in self.parameters if type(parameter) in (Tensor, nn.Parameter)]
         sizes = weight_sizes(plain)
         self._min_rows = {on_cpu: min_rows_to_defer(sizes, on_cpu) for on_cpu in (False, True)}
         # A subclass may be more than it seems: a shard of a parameter, say, of which the graph knows the whole.
         self._are_plain = len(plain) == len(self.parameters)
+        self.patterns: dict[tuple[torch.Size, ...], Any] = {}  # of the stage's graphs, by the shapes of its inputs
         self._foreign_hooks = -1  # their number when there was none on the parameters
         self.refresh()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._ids
 
     def refresh(self) -> None:
         """Find out anew whether others hold the accumulators. Valid while no graph is alive: between two steps."""
         self._are_held = not self._are_plain or any(map(_is_held, self.parameters))
+        self._hooks_then = _foreign_hook_count()
+        self._next_node = _last_node() + 1
+
+    def unhooked_since(self) -> int | None:
+        """Return the number from which on no node has a hook of other code; None if hooks were put somewhere since.
+
+        Nodes are numbered as they are made, and a hook is put on a node that exists: `refresh()` was before both.
+        """
+        return self._next_node if self._hooks_then == _foreign_hook_count() else None
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Return True if these are the same parameters, of the same types."""
@@ -83,6 +97,15 @@ def _metadata(parameter: Tensor) -> dict[str, Any]:
     """Return a dict that lives and dies with the accumulator."""
     metadata: Any = get_gradient_edge(parameter).node.metadata
     return cast(dict[str, Any], metadata)
+
+
+_LEAF = torch.empty(0, requires_grad=True)
+
+
+def _last_node() -> int:
+    """Return the number of the last node that was made: of one that is made for that."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return sequence_number(get_gradient_edge(_LEAF.view_as(_LEAF)).node)
 
 
 # Hooks of other code: a count of them notices cheaply that none were added.
@@ -119,14 +142,16 @@ def _foreign_hook_count() -> int:
 
 # Writing an element of a gradient and adding it to the sum.
 _GRADIENT_ELEMENT = 64
+# Of that, the part which is saved where a deferred gradient is added to the sum while it is computed.
+_SAVED_ELEMENT = 20
 # Fetching an element of an operation's input or output, which a full backward has at hand.
-_LATER_ELEMENT = 50
+_LATER_ELEMENT = 20
 # Operations per microsecond of Python: those of a core of a CPU, and a part of those of an accelerator.
 _CORE, _ACCELERATOR = 70_000, 5_000_000
-# Microseconds to find and defer the gradient of a matrix, and to walk the graph around any parameter.
-_MICROSECONDS_PER_MATRIX, _MICROSECONDS_PER_PARAMETER = 40, 10
+# Microseconds to defer the gradient of a matrix, and to compare the graph around any parameter with its pattern.
+_MICROSECONDS_PER_MATRIX, _MICROSECONDS_PER_PARAMETER = 14, 2.5
 # The part that deferring may add to a backward.
-_TOLERANCE = 0.04
+_TOLERANCE = 0.05
 
 
 class _WeightSizes(NamedTuple):
@@ -172,7 +197,7 @@ def min_rows_to_defer(sizes: _WeightSizes, on_cpu: bool) -> float:
     True
     """
     python = sizes.matrices * _MICROSECONDS_PER_MATRIX + sizes.parameters * _MICROSECONDS_PER_PARAMETER
-    cost, cost_per_row = python * _speed(on_cpu), sizes.sides * _LATER_ELEMENT
+    cost, cost_per_row = python * _speed(on_cpu) - sizes.elements * _SAVED_ELEMENT, sizes.sides * _LATER_ELEMENT
     # The input gradients cost as much as the weight gradients.
     gain = _TOLERANCE * 2 * weight_gradient_work(sizes.elements, 0)
     gain_per_row = _TOLERANCE * 2 * 2 * sizes.elements

@@ -212,7 +212,7 @@ def test_hooks_on_accumulators(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hooks_on_accumulators_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stack()
-    weights = choose_way("held", monkeypatch)(module)
+    weights = choose_way("at once", monkeypatch)(module)
     assert weights.has_no_gradient_listeners()
     calls: list[str] = []
     held = {name: get_gradient_edge(parameter).node for name, parameter in module.named_parameters()}
@@ -273,7 +273,7 @@ def test_distributed_data_parallel(way: str, monkeypatch: pytest.MonkeyPatch) ->
     module = DistributedDataParallel(stack())
     theirs = stack()
     theirs.load_state_dict(module.module.state_dict())
-    run_torch(case, theirs, "B0 B1 B2")
+    run_torch(case, theirs, [0, 1, 2])
     reduced: list[Tensor] = []
 
     def reduce(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -303,7 +303,7 @@ def test_fully_shard(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = StageCase("stack", stack, rows)
     theirs, module = stack(), stack()
     module.load_state_dict(theirs.state_dict())
-    run_torch(case, theirs, "B0 B1 B2")
+    run_torch(case, theirs, [0, 1, 2])
     for part in (module[0], module[2], module):  # type: ignore[index]
         fully_shard(part)
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -346,7 +346,7 @@ def test_tensor_parallel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = StageCase("stack", stack, rows)
     theirs, module = stack(), stack()
     module.load_state_dict(theirs.state_dict())
-    run_torch(case, theirs, "B0 B1")
+    run_torch(case, theirs, [0, 1])
     mesh = init_device_mesh("cpu", (1,))
     parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     weights = choose_way(way, monkeypatch)(module)
