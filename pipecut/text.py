@@ -53,7 +53,7 @@ def lines_of(items: Sequence[object], at_most: int) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its class if it has none.
 
-    >>> first_line(ValueError("it is odd\nand long")), first_line(EOFError())
+    >>> first_line(ValueError("it is odd\\nand long")), first_line(EOFError())
     ('it is odd', 'EOFError')
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -50,6 +50,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
         self._local_inputs: dict[int, tuple[Any, ...]] = {}
         self._local_gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._given_back: dict[int, tuple[Tensor | None, ...]] = {}
+        self._held_back: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # gradients of parameters, by microbatch
 
     # Methods that the executor calls.
 
@@ -107,6 +108,7 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
     def clear_runtime_states(self) -> None:
         """Forget every microbatch in flight, and the outputs of the last step."""
         super().clear()
+        self._held_back.clear()
         self.output_chunks = []
 
     # Attributes.
@@ -205,9 +207,27 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
             raise StageCallError(
                 f"backward_one_chunk() of stage {self.stage_index}, microbatch {bwd_chunk_id}, needs {wanted}"
             )
-        self._given_back[bwd_chunk_id] = tuple(self.backward(bwd_chunk_id, grads, weights=full_backward))
+        backward = self.backward if full_backward else self._backward_for_inputs
+        self._given_back[bwd_chunk_id] = tuple(backward(bwd_chunk_id, grads, weights=full_backward))
         if last_backward and full_backward:
             self.replica.reduce_gradients()
+
+    def _backward_for_inputs(
+        self, microbatch: int, output_grads: Sequence[Tensor | None], *, weights: bool
+    ) -> list[Tensor | None]:
+        """Run a backward for the inputs, and hold back what it has made of the weight gradients already.
+
+        That of a small stage makes all of them, and who calls it by hand may look at `.grad` before the second part.
+        """
+        before = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            return self.backward(microbatch, output_grads, weights=weights)
+        finally:
+            self._held_back[microbatch] = [(parameter, parameter.grad) for parameter, _ in before]
+            for parameter, grad in before:
+                parameter.grad = grad
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the part of a microbatch's backward that `backward_one_chunk(full_backward=False)` left."""
@@ -220,6 +240,9 @@ class UpstreamStage(PipelineStage, ReplacedAttributes):
                 f"stage {self.stage_index}: backward_weight_one_chunk({bwd_chunk_id}) without "
                 "backward_one_chunk(full_backward=False) of that microbatch before it"
             )
+        for parameter, grad in self._held_back.pop(bwd_chunk_id, ()):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         self.weight_backward(bwd_chunk_id)
         if last_backward:
             self.replica.reduce_gradients()

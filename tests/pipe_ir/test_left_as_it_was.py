@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipecut import PipeError, SplitPoint, pipeline
 from pipecut.errors import TraceError
 from pipecut.pipe_ir.surroundings import Surroundings
-from pipecut.pipe_ir.untouched import left_as_it_was
+from pipecut.pipe_ir.untouched import Watch, left_as_it_was
 from pipecut.torch_internals import FakeTensor, FakeTensorMode
 
 MASKS: dict[Any, Any] = {}
@@ -394,3 +394,23 @@ def test_installed_packages_are_looked_at_if_they_know_torch(knows_torch: bool) 
         assert ({} if knows_torch else {"value": 3}) == package.KEPT
     finally:
         del sys.modules[name]
+
+
+def test_nothing_of_the_further_runs_outlives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of classes kept those that the runs make for their modules, and so every tensor of the runs.
+
+    Nothing was wrong with the stages. But after each of them all of Python's objects were searched for who keeps what.
+    """
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)  # type: ignore[no-any-return]
+
+    searches: list[object] = []
+    monkeypatch.setattr(Watch, "_raise_kept", searches.append)
+    pipeline(nn.Sequential(Block(), Block()), (torch.ones(2, 4),), num_stages=2)
+    assert not searches

@@ -101,7 +101,7 @@ def test_an_object_with_values_of_all_stages_is_returned(stages: int) -> None:
     torch.manual_seed(0)
     model, x = Remembers(), torch.randn(5, 3)
     expected = model(x)
-    pipe = pipeline(model, (x,), num_stages=stages)
+    pipe = pipeline(model, (x,), num_stages=stages, outputs=["cache"])
     built = [pipe.build_stage(index, "cpu") for index in range(stages)]
     schedule = Schedule1F1B(
         built, 2, lambda output, target: output.y.pow(2).mean() + output.cache.layers[0].keys.mean()

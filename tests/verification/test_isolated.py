@@ -157,7 +157,7 @@ def test_a_loss_that_finds_nothing() -> None:
     hook_after(model[0], log.append)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        loss = mse(output, target) + torch.stack(log).mean()
+        loss = mse(output, target) + torch.stack([each.mean() for each in log]).mean()
         log.clear()
         return loss
 

@@ -389,11 +389,10 @@ def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str]
     return None
 
 
-@functools.cache
 def _is_iterator(cls: type) -> bool:
     """Return True for a class of iterators that is not written in Python, and so has no attributes to look at."""
-    is_open = cls.__flags__ & _MADE_IN_PYTHON
-    return not is_open and hasattr(cls, "__next__")
+    # Not cached: a cache of classes would keep those that a run makes for its modules, and with them all of the run.
+    return not cls.__flags__ & _MADE_IN_PYTHON and hasattr(cls, "__next__")
 
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
