@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import random
 import sys
 import sysconfig
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from pipecut import PipeError, SplitPoint, pipeline
 from pipecut.errors import TraceError
 from pipecut.pipe_ir.surroundings import Surroundings
-from pipecut.pipe_ir.untouched import Watch, left_as_it_was
+from pipecut.pipe_ir.tracing.outside_state import watched_sources
+from pipecut.pipe_ir.untouched import left_as_it_was
 from pipecut.torch_internals import FakeTensor, FakeTensorMode
 
 MASKS: dict[Any, Any] = {}
@@ -396,21 +399,15 @@ def test_installed_packages_are_looked_at_if_they_know_torch(knows_torch: bool) 
         del sys.modules[name]
 
 
-def test_nothing_of_the_further_runs_outlives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_a_further_run_makes_is_not_kept() -> None:
     """A cache of classes kept those that the runs make for their modules, and so every tensor of the runs.
 
-    Nothing was wrong with the stages. But after each of them all of Python's objects were searched for who keeps what.
+    Nothing was wrong with the stages. But after each run all of Python's objects were searched for who keeps what.
     """
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.inner(x)  # type: ignore[no-any-return]
-
-    searches: list[object] = []
-    monkeypatch.setattr(Watch, "_raise_kept", searches.append)
-    pipeline(nn.Sequential(Block(), Block()), (torch.ones(2, 4),), num_stages=2)
-    assert not searches
+    made = type("Made", (nn.Linear,), {})
+    known = weakref.ref(made)
+    place: Any = None  # nothing is replaced there
+    with watched_sources([(place, {"layer": made(1, 1)})], print):
+        del made
+    gc.collect()
+    assert known() is None
