@@ -269,7 +269,11 @@ def test_a_block_that_differs_gets_its_own_trace(
     traced_in_both_ways(model, (torch.randn(3, WIDTH),), reset=reset)
 
 
-@pytest.mark.parametrize("differ", sampled((*DIFFERENCES, *STEPS), lambda change: change in (tie, by_index)))
+# With a buffer of another dtype the model itself does not run on data.
+TRAINED = [change for change in (*DIFFERENCES, *STEPS) if change is not other_dtype]
+
+
+@pytest.mark.parametrize("differ", sampled(TRAINED, lambda change: change in (tie, by_index)))
 def test_gradients_of_repeated_blocks_are_those_of_the_model(differ: Any, copied: collections.Counter[str]) -> None:
     model = Stack(differ) if differ in STEPS else Stack()
     if differ in DIFFERENCES:
