@@ -24,17 +24,8 @@ import pipecut
 from pipecut.schedule import plan_for
 
 from .measure import Goal, show_goals, show_table
-from .stepping import Load, Setting, layers_of, our_schedule, upstream_schedule
+from .stepping import SCHEDULES, Load, Setting, layers_of, our_schedule, upstream_schedule
 
-SCHEDULES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
 FLAT = ("1F1B", "ZBVZeroBubble", "DualPipeV")
 RANKS, FEW, MANY = (2, 4), 8, 32
 LOAD = Load("memory", width=128, layers=4, rows=256, limit=1.0)

@@ -46,7 +46,7 @@ def run(rounds: int) -> Iterator[Goal]:
 
 
 def _one(wrapper: str) -> tuple[float, float, float]:
-    """What each rank does: predicted and executed seconds of a step, and those of its collectives."""
+    """Run on each rank: predicted and executed seconds of a step, and those of its collectives."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide(0.002 * (1 + nth % 2)) for nth in range(LAYERS)))
     plan = pipecut.plan(

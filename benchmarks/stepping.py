@@ -135,7 +135,7 @@ def _show_gains(result: Result, rounds: int) -> list[Goal]:
 
 
 def _compare_all(settings: list[Setting], rounds: int) -> list[Result]:
-    """What each rank does: all sides of every setting, a step of each in turn."""
+    """Run on each rank: all sides of every setting, a step of each in turn."""
     _be_quiet()
     return [_compare(setting, rounds) for setting in settings]
 
@@ -165,7 +165,7 @@ def _compare(setting: Setting, rounds: int) -> Result:
 
 
 def _compare_gains(load: Load, rounds: int) -> Result:
-    """What each rank does: 1F1B, ZB-H1 and the schedule that is found for the measured costs."""
+    """Run on each rank: 1F1B, ZB-H1 and the schedule that is found for the measured costs."""
     _be_quiet()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = _model(load, ranks)

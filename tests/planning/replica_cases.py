@@ -1,4 +1,4 @@
-"""What ranks do in the tests of plans for several pipelines."""
+"""Work of ranks in the tests of plans for several pipelines."""
 
 from __future__ import annotations
 

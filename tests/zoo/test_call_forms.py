@@ -40,4 +40,6 @@ def test_without_labels_and_with_hidden_states(name: str) -> None:
                 step = cut_step(schedule, problem)
                 assert_same_gradients(step.gradients, uncut_step(problem).gradients, WITHIN)
         known.append(len(pipe.variants))
-    assert known[0] == known[1] >= 3  # one per form of call, and perhaps one that returns what steps do not send
+    # One per form of call; where steps do not send a cache, one more for eval(), which returns it.
+    forms = 4 if name in ("gpt2", "llama") else 3
+    assert known == [forms, forms]

@@ -213,7 +213,7 @@ STORIES = [
 
 @pytest.mark.distributed
 def test_hooks_of_different_stages(ranks: Ranks) -> None:
-    """What they share is in the trace of nobody: there is a warning, as they may be no more than statistics."""
+    """State that they share is in the trace of nobody: there is a warning, as they may be no more than statistics."""
     told = ("counts by a hook", "uses the count by a hook"), ("leaves a tensor by a hook", "takes the tensor by a hook")
     orders = [pair for one, other in told for pair in ((one, other), (other, one))]
     cases = [OutsideCase((first, "plain", last)) for first, last in orders]
