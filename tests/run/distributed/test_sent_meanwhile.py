@@ -1,4 +1,4 @@
-"""Results of a computation are sent while the next one runs: the timeline shows it, and the next one may wait for it."""
+"""Results of a computation are sent while the next one runs: the timeline shows it, and the next may wait for it."""
 
 from __future__ import annotations
 
