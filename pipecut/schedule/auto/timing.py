@@ -273,7 +273,10 @@ class _MemoryWaits:
         end = ways.round_trip(high, low) + ways.weights[low]
         self.last = max(0.0, end - ways.forwards[high] - self._most_after_forwards(grows, kept))
         weights = [(ways.weights[stage], keep) for stage, keep in zip(self.stages, kept, strict=True)]
-        self.weights = max(0.0, problem.microbatches * sum(each for each, _ in weights) - self._most(weights))
+        # The last backward may be a whole one, which never holds what its weight gradient would wait with.
+        whole = max((each for (each, keep), grow in zip(weights, grows, strict=True) if keep > grow), default=0.0)
+        put_off = self._most(weights) + whole
+        self.weights = max(0.0, problem.microbatches * sum(each for each, _ in weights) - put_off)
         holds_all = problem.microbatches * sum(grows) <= self.room
         self.total = max(self.first, self.last) if holds_all else self.first + self.last
 

@@ -99,6 +99,16 @@ def test_the_bound_knows_that_memory_makes_ranks_wait() -> None:
     assert lower_bound(problem, "span") == 12 + 3 + 3
 
 
+@pytest.mark.parametrize("limit", [1.0, 1.5])
+def test_the_bound_counts_the_last_weight_gradient_once(limit: float) -> None:
+    """An input gradient that takes memory does not fit alone: the weight gradient of the one whole backward was counted
+    as work before its end, and once more after it.
+    """
+    costs = Costs(0, 0, 1, memory_forward=1, memory_backward_input=0.5, memory_backward_weight=-1.5)
+    for objective in MEASURES:
+        assert lower_bound(problem_for(Placement.loop(1), 1, costs, [limit]), objective) == 1
+
+
 def test_the_time_is_printed_with_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     plan = auto_schedule(ranks=2, microbatches=3, time_budget=0.05)
     line = capsys.readouterr().out
