@@ -9,8 +9,27 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def printable(text: str, *, lines: bool = True) -> str:
+    """Write what a terminal obeys or a file cannot hold as escapes; with `lines=False`, ends of lines too.
+
+    Names come from models and files: none of them may move a cursor, or turn the direction of reading.
+
+    >>> print(printable("layers.\\x1b[2J\\u202e0"), printable("two\\nlines", lines=False))
+    layers.\\x1b[2J\\u202e0 two\\nlines
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 class PipeError(Exception):
     """Root of all pipecut errors: each message says what is wrong, where, and what to change."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class TraceError(PipeError, RuntimeError):

@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -265,8 +266,15 @@ def _join(settings: RankSettings, number: int) -> None:
     store = settings.files.store(number, settings.ranks)
     store.set(f"rank {settings.rank}", "here")
     store.wait([f"rank {rank}" for rank in range(settings.ranks)], _JOIN_GUARD)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, _loopback())  # also for the groups that a call makes
     place = {"store": store, "rank": settings.rank, "world_size": settings.ranks}
     _init_process_group(settings.backend, settings.rank, settings.group_timeout, **place)
+
+
+def _loopback() -> str:
+    """Return the name of the network interface that no other machine reaches: all ranks are on this one."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def _without_own_frames(error: BaseException) -> BaseException:

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable
 from ..pipe_ir import (
     Condition,
     Edge,
@@ -53,7 +54,7 @@ def describe(pipe: Pipe) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in pipe.traced.hints.items())
     if sizes:
         parts.append(f"symbolic dims, as in the example: {sizes}")
-    return "\n".join(parts)
+    return printable("\n".join(parts))
 
 
 def unsent_text(pipe: Pipe) -> str:
@@ -152,7 +153,7 @@ def fold(paths: Sequence[str]) -> list[str]:
             folded[-1].append(path)
         else:
             folded.append([path])
-    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in folded]
+    return [printable(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}", lines=False) for run in folded]
 
 
 def _follows(before: str, path: str) -> bool:
@@ -362,7 +363,7 @@ def _name(traced: TracedModel) -> str:
 
 def _bullet(line: str) -> str:
     return textwrap.fill(
-        line,
+        printable(line),
         _PROSE_WIDTH,
         initial_indent="  - ",
         subsequent_indent="    ",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..errors import InputError, SplitError
+from ..errors import InputError, SplitError, printable
 from ..pipe import Pipe, check_is_uncut_model
 from ..pipe_ir import Dynamic, ModelTracer, TracedModel
 from ..run import PlannedSchedule
@@ -288,7 +288,7 @@ def _plan_table(plan: TrainingPlan) -> str:
         console.print(f"  not tried: {line}", highlight=False, soft_wrap=True)
     if plan.alternatives:
         console.print(_table("alternatives", plan.alternatives))
-    return out.getvalue().rstrip()
+    return printable(out.getvalue().rstrip())
 
 
 def _bound(plan: TrainingPlan) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import count
 from os import PathLike
 from os.path import isdir
 from pathlib import Path
 
 from ..errors import PlanError
-from ..files import read_bytes
+from ..files import open_regular
+from ..text import format_bytes
 from .action import Action, Rows, parse_action
 
 FilePath = str | PathLike[str]
 BUBBLE = "·"
 _LARGEST = 1 << 30  # bytes of a CSV file
+_LONGEST_LINE = 16 << 20  # bytes of the line of a rank, which are more than a million actions
 
 
 def grid(rows: Rows, *, width: int | None = None) -> str:
@@ -107,51 +111,66 @@ def save_csv(rows: Rows, path: FilePath) -> None:
 
 
 def load_csv(path: FilePath, *, ragged: bool = False) -> Rows:
-    """Read the actions of every rank, without the empty cells at the end of a line."""
-    lines = _read_cells(path, _read_text(Path(path)))
-    longest = max(len(cells) for _, cells in lines)
-    rows = []
-    for rank, (number, cells) in enumerate(lines):
-        if len(cells) != longest and not ragged:
-            raise PlanError(
-                f"{path}, line {number}: ends after column {len(cells)}, while the longest line has {longest} cells. "
-                "Fill it up with empty cells, or load the file with ragged=True if the rest is meant to be idle."
-            )
-        rows.append(_parse_line(path, rank, number, cells))
+    """Read the actions of every rank, without the empty cells at the end of a line.
+
+    Lines are read one after the other, and equal cells are one action: the file itself is never in memory.
+    """
+    rows: list[tuple[Action | None, ...]] = []
+    numbers: list[int] = []
+    lengths: list[int] = []
+    parse = cache(parse_action)
+    reader = csv.reader(_lines(Path(path)), strict=True)
+    try:
+        for cells in reader:
+            numbers.append(reader.line_num)
+            lengths.append(len(cells))
+            if not ragged and lengths[-1] < lengths[0] and any(cells):
+                break  # a torn line: what its last cell says does not matter
+            rows.append(_parse_line(path, len(rows), numbers[-1], cells, parse))
+    except csv.Error as error:
+        raise PlanError(f"{path}, line {reader.line_num}: this is not CSV: {error}.") from None
+    while rows and not rows[-1] and len(rows) == len(lengths):
+        rows.pop(), lengths.pop()
+    if not lengths:
+        raise PlanError(f"{path}, line 1, column 1: the file has no action. Write one line per rank, such as 0F0,0B0.")
+    longest = max(lengths)
+    short = next((place for place, length in enumerate(lengths) if length != longest and not ragged), None)
+    if short is not None:
+        raise PlanError(
+            f"{path}, line {numbers[short]}: ends after column {lengths[short]}, while the longest line has {longest} "
+            "cells. Fill it up with empty cells, or load the file with ragged=True if the rest is meant to be idle."
+        )
     return tuple(rows)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return read_bytes(path, PlanError, _LARGEST).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = error.object[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
-        raise PlanError(
-            f"{path}, line {line}, character {column}: byte 0x{error.object[error.start]:02x} is not UTF-8. "
-            "Save the file as UTF-8."
-        ) from None
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text, each with its end, of whatever kind."""
+    with open_regular(path, PlanError, _LARGEST) as file:
+        for number in count(1):
+            line = file.readline(_LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > _LONGEST_LINE:
+                raise PlanError(
+                    f"{path}, line {number}: is longer than {format_bytes(_LONGEST_LINE)}, and a plan has one line per "
+                    "rank: it is probably another file than was meant"
+                )
+            try:
+                yield from io.StringIO(line.decode("utf-8-sig" if number == 1 else "utf-8"), newline="")
+            except UnicodeDecodeError as error:
+                raise PlanError(
+                    f"{path}, line {number}, character {error.start + 1}: byte 0x{line[error.start]:02x} is not UTF-8. "
+                    "Save the file as UTF-8."
+                ) from None
 
 
-def _read_cells(path: FilePath, text: str) -> list[tuple[int, list[str]]]:
-    """Return (line number, cells), without the blank lines at the end."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        lines = [(reader.line_num, cells) for cells in reader]
-    except csv.Error as error:
-        raise PlanError(f"{path}, line {reader.line_num}: this is not CSV: {error}.") from None
-    while lines and not any(cell.strip() for cell in lines[-1][1]):
-        lines.pop()
-    if not lines:
-        raise PlanError(f"{path}, line 1, column 1: the file has no action. Write one line per rank, such as 0F0,0B0.")
-    return lines
-
-
-def _parse_line(path: FilePath, rank: int, number: int, cells: list[str]) -> tuple[Action | None, ...]:
+def _parse_line(
+    path: FilePath, rank: int, number: int, cells: list[str], parse: Callable[[str], Action | None]
+) -> tuple[Action | None, ...]:
     row: list[Action | None] = []
     for column, cell in enumerate(cells, start=1):
         try:
-            row.append(parse_action(cell))
+            row.append(parse(cell))
         except PlanError as error:
             raise PlanError(f"{path}, line {number}, column {column} (rank {rank}): {error}") from None
     while row and row[-1] is None:

@@ -584,3 +584,23 @@ def test_a_pool_that_nobody_closes_ends_with_its_process() -> None:
     """
     done = run("-c", textwrap.dedent(code))
     assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
+
+
+def sockets_that_listen() -> list[str]:
+    """Return the addresses at which this process listens, also for a group of its own."""
+    dist.new_group([0, 1])
+    mine = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the sockets of a process are read from Linux's /proc")
+def test_ranks_listen_where_no_other_machine_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo listens at the address of the host's name, which may be that of its network."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for addresses in launch(sockets_that_listen, ranks=2):
+        assert addresses
+        for address in addresses:
+            assert address.partition(":")[0] in ("0100007F", "00000000000000000000000001000000")

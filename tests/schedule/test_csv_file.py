@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
 from pipecut.schedule.plan import Plan
+from pipecut.schedule.plan_text import load_csv
 from tests.schedule.blocking_channels import RAN, execute
 from tests.schedule.plan_pictures import picture_of, plan_of
 from tests.schedule.random_plans import Shape, random_plan
@@ -158,3 +160,32 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         Plan.load_csv(tmp_path)
     assert str(error.value) == f"{tmp_path} is not a regular file, but a directory: pass the path of a file"
+
+
+def test_lines_may_end_as_on_old_machines(tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_bytes(b"0F0,0B0\r1F0,1B0\r")
+    assert Plan.load_csv(path).grid() == Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]]).grid()
+
+
+def test_a_line_that_no_rank_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipecut.schedule.plan_text._LONGEST_LINE", 8)
+    path = tmp_path / "plan.csv"
+    path.write_bytes(b"0F0,0B0\n0F0,0F0,0F0")
+    with pytest.raises(PlanError, match=r"plan.csv, line 2: is longer than 8 B, and a plan has one line per rank"):
+        Plan.load_csv(path)
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    """100 MB took 2.6 GB: all text twice, a string for each cell, and an action for each of equal cells."""
+    path = tmp_path / "plan.csv"
+    cells = ",".join(f"0F{microbatch % 50}" for microbatch in range(5_000))
+    path.write_text(f"{cells}\n" * 20)
+    tracemalloc.start()
+    try:
+        rows = load_csv(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, rows)) == 100_000
+    assert peak < 4 * path.stat().st_size  # 8 bytes for each of them are left

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol
 
-from ...errors import PlanError
+from ...errors import PlanError, printable
 from ..action import COMPUTE, Op
 from ..lower import add_bubbles
 from ..plan import Plan
@@ -19,8 +18,6 @@ _SLOTS = "slots"
 _MICROSECONDS = {"": 1e3, _SLOTS: 1e3, "ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _RELATIVE = ("", _SLOTS)
 _FARTHEST, _MOMENT = 1e300, 1e-100  # times with which one can reckon
-# Characters that XML or UTF-8 cannot hold, or that would break a line.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 class _HasTimeline(Protocol):
@@ -60,7 +57,7 @@ def charts(source: Sources) -> tuple[Chart, ...]:
     unit = _common_unit([timeline.unit for timeline in timelines])
     names: list[str] = []
     for timeline in timelines:
-        name = _printable(timeline.name)
+        name = printable(timeline.name, lines=False)
         names.append(name if name not in names else f"{name} ({len(names) + 1})")
     drawn = [_chart(each, timeline, name, unit) for each, timeline, name in zip(given, timelines, names, strict=True)]
     chunks = max(chart.chunks for chart in drawn)
@@ -77,13 +74,8 @@ def microseconds(unit: str) -> float:
     """Return the number of microseconds of one unit of a timeline."""
     if unit not in _MICROSECONDS:
         known = ", ".join(f"'{each}'" for each in _MICROSECONDS)
-        raise PlanError(f"The unit '{_printable(unit)}' of a timeline is not known: use one of {known}.")
+        raise PlanError(f"The unit '{unit}' of a timeline is not known: use one of {known}.")
     return _MICROSECONDS[unit]
-
-
-def _printable(text: str) -> str:
-    """Put a text on one line, in characters that every file can hold."""
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def number(value: float) -> str:
@@ -114,13 +106,13 @@ def _timeline(source: object) -> Timeline:
         raise PlanError(f"{source!r:.80} cannot be drawn: give a Plan, a Timeline or a simulation's report.")
     if not timeline.spans:
         raise PlanError(
-            f"'{_printable(timeline.name)}' has nothing to draw: it has no spans. Give a plan or a timeline with at "
+            f"'{timeline.name}' has nothing to draw: it has no spans. Give a plan or a timeline with at "
             "least one action."
         )
     for rank, action, start, end in timeline.spans:
         if not (-_FARTHEST < start <= end < _FARTHEST and 0 <= rank < timeline.ranks):
             raise PlanError(
-                f"'{_printable(timeline.name)}' cannot be drawn: {action} is on rank {rank} of {timeline.ranks} "
+                f"'{timeline.name}' cannot be drawn: {action} is on rank {rank} of {timeline.ranks} "
                 f"from {start} to {end}. A span needs a rank below the number of ranks, and two finite times, the "
                 "start no later than the end."
             )
@@ -163,9 +155,11 @@ def _chart(source: object, timeline: Timeline, name: str, unit: str) -> Chart:
         facts.append(f"bubble rate {bubble_rate:.2%}")
     if timeline.unit in _RELATIVE and timeline.unit != unit:
         facts.append(f"{timeline.unit or 'relative times'}, 1 drawn as {with_unit(factor, unit)}")
-    shown = _printable(", ".join(facts))
+    shown = printable(", ".join(facts), lines=False)
     chunk_of = _chunk_of(rows)
-    return Chart(name, rows, _printable(unit), extent, shown, chunk_of, max(chunk_of.values(), default=0) + 1)
+    return Chart(
+        name, rows, printable(unit, lines=False), extent, shown, chunk_of, max(chunk_of.values(), default=0) + 1
+    )
 
 
 def _chunk_of(rows: Sequence[Sequence[Span]]) -> dict[tuple[int, int], int]:
