@@ -34,7 +34,6 @@ from .lower import add_unshard_reshard as add_unshard_reshard
 from .lower import drop_bubbles as drop_bubbles
 from .lower import drop_reduce_ties as drop_reduce_ties
 from .lower import shard_row as shard_row
-from .placement import Placement
 from .plan import Plan
 from .plan_text import load_csv as load_csv
 from .registry import FAMILIES as FAMILIES
@@ -44,7 +43,7 @@ from .registry import plan_for, schedule, schedule_names
 from .render import look as look
 from .report import Report, Span, Timeline
 from .rules import GIVES as GIVES
-from .rules import Dataflow, dependencies
+from .rules import Dataflow, Placement, dependencies
 from .rules import tie_messages as tie_messages
 from .simulate import simulate
 from .validate import Fault, find_faults

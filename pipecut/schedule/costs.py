@@ -10,9 +10,8 @@ from typing import Protocol
 
 from ..errors import PlanError
 from .action import Op
-from .placement import Placement
 from .plan import Plan
-from .rules import tie_messages
+from .rules import Placement, tie_messages
 
 
 @dataclass(frozen=True)

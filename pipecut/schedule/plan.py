@@ -12,9 +12,8 @@ from typing import ParamSpec, TypeVar
 from ..errors import PlanError
 from ..text import plural
 from .action import BACKWARD, COMPUTE, TRANSFERS, Action, CodedRow, Op, Rows, parse_action, transfer
-from .placement import Placement, check_positive, first_missing
 from .plan_text import FilePath, grid, load_csv, save_csv
-from .rules import Dataflow
+from .rules import Dataflow, Placement, check_positive, first_missing
 
 _Given = Action | str | None  # an action as a user may write it
 

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from ..errors import PlanError
 from .action import MOST_NUMBERS, MOST_STAGES, Rows
-from .placement import Placement, check_positive
 from .plan import Plan, collector_paused
-from .rules import Dataflow
+from .rules import Dataflow, Placement, check_positive
 
 _MakeRows = TypeVar("_MakeRows", bound=Callable[[Placement, int], Rows])
 

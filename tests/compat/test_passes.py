@@ -13,7 +13,7 @@ from torch import nn
 from pipecut.compat import PipelineStage
 from pipecut.compat import schedules as ours
 from pipecut.compat._schedule_visualizer import get_schedule_ops
-from pipecut.schedule.placement import Placement
+from pipecut.schedule import Placement
 
 GRID = [
     (name, ranks, chunks, microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipecut.schedule.placement import Placement
+from pipecut.schedule import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.plan_text import BUBBLE
 from pipecut.schedule.rules import Dataflow

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op, overlap, transfer
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.rules import Dataflow
 

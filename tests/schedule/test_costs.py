@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Op
 from pipecut.schedule.costs import Costs, CostTable, Link
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 
 # Rank 0 has stages 0 and 3, rank 1 has stages 1 and 2, rank 2 has stage 4.

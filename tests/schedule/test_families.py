@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op, Rows
 from pipecut.schedule.families.building import fill_early, fill_late
 from pipecut.schedule.lower import add_bubbles
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.registry import FAMILIES, known_name, plan_for, schedule, schedule_names
 from tests.support.sampling import sampled

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Op
 from pipecut.schedule.lower import (
     add_bubbles,
@@ -21,7 +22,6 @@ from pipecut.schedule.lower import (
     receive_early,
     receive_late,
 )
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.rules import Dataflow
 from tests.schedule.blocking_channels import RAN, execute

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op
 from pipecut.schedule.lower import (
     add_bubbles,
@@ -18,7 +19,6 @@ from pipecut.schedule.lower import (
     receive_early,
     receive_late,
 )
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.rules import GIVES, dependencies
 from pipecut.schedule.validate import find_faults

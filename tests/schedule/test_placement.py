@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
-from pipecut.schedule.placement import Placement
+from pipecut.schedule import Placement
 
 
 def test_loop() -> None:

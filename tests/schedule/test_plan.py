@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.rules import Dataflow
 from tests.schedule.plan_pictures import plan_of

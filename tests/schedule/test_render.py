@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
-from pipecut.schedule import render
+from pipecut.schedule import Placement, render
 from pipecut.schedule.action import Action, Op, parse_action
 from pipecut.schedule.costs import Costs
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.render.palette import HATCH, HUE, contrast, look
 from pipecut.schedule.render.rows import Sources, group_narrow

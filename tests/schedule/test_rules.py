@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op, parse_action
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.rules import Dataflow, dependencies
 
 APART = Placement.loop(ranks=4)  # every stage on a rank of its own

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import SENDS, Action, Op, overlap
 from pipecut.schedule.costs import Costs, Link
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.plan_text import table
 from pipecut.schedule.registry import plan_for, schedule_names

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op, overlap
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.registry import plan_for
 from pipecut.schedule.rules import Dataflow

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecut.errors import PlanError
+from pipecut.schedule import Placement
 from pipecut.schedule.action import Action, Op, overlap
-from pipecut.schedule.placement import Placement
 from pipecut.schedule.plan import Plan
 from pipecut.schedule.rules import GIVES, Dataflow, dependencies
 from pipecut.schedule.walk import Walk

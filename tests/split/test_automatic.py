@@ -19,8 +19,8 @@ from pipecut.planning.measured_chain import _fitted, _MeasuredCut, measured_chai
 from pipecut.split.automatic import BalancedCut, balanced_cut
 from pipecut.split.balance.solve import evaluate_cuts
 from pipecut.split.chain import chain_of
+from pipecut.split.cost import Times
 from pipecut.split.cost.machine import Machine
-from pipecut.split.cost.times import Times
 from tests.support.sampling import sampled
 
 

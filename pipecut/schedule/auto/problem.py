@@ -15,9 +15,8 @@ from functools import cached_property
 from ...errors import PlanError
 from ..action import Action, Op
 from ..costs import MEMORY, TIMES, Costs, Link, checked_number
-from ..placement import Placement, check_positive
 from ..plan import Plan
-from ..rules import Dataflow
+from ..rules import Dataflow, Placement, check_positive
 
 MemoryLimit = float | Sequence[float] | None
 _TOLERANCE = 1e-9  # of a limit: sums of many amounts are not exact

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import chain
 
 from ..action import CodedRow, Op, Rows
-from ..placement import Placement
 from ..registry import schedule
+from ..rules import Placement
 from .building import passes, rounds_of, through_chunks, turns
 
 

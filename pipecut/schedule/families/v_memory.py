@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from ..action import Action, Op, Rows
-from ..placement import Placement
 from ..plan import Plan
 from ..registry import schedule
-from ..rules import Dataflow
+from ..rules import Dataflow, Placement
 from .building import fill_early, fill_late
 
 _PERIOD = 6  # passes of a rank for one microbatch: F, I and W of two chunks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..action import CodedRow, Op, Rows
-from ..placement import Placement
 from ..registry import schedule
+from ..rules import Placement
 from .building import passes, rounds_of, through_chunks, with_late_weights
 
 

@@ -7,8 +7,8 @@ from itertools import chain
 
 from ...errors import PlanError
 from ..action import Action, CodedRow, Op, Rows, decoded, overlap
-from ..placement import Placement
 from ..registry import schedule
+from ..rules import Placement
 from .building import passes, turns
 
 

@@ -5,9 +5,9 @@ from .machine import MachineLike as MachineLike
 from .machine import machine_of as machine_of
 from .operation import ConcreteCosts as ConcreteCosts
 from .operation import CostFinder as CostFinder
+from .operation import OperationTimes as OperationTimes
+from .operation import Times as Times
 from .operation import flops_between as flops_between
+from .operation import mean_of as mean_of
 from .operation import operation_flops as operation_flops
 from .saved import bytes_of as bytes_of
-from .times import OperationTimes as OperationTimes
-from .times import Times as Times
-from .times import mean_of as mean_of
