@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipecut import PipelineStage, get_schedule_class, pipeline
 from pipecut.errors import InputError, PipeError, StageMetadataError, StepError
 from pipecut.run.parcels import receive_description, send_description
-from pipecut.run.transport.base import Meta
-from pipecut.run.transport.in_process import InProcessTransport, ParcelQueues
+from pipecut.run.transport.base import InProcessTransport, Meta, ParcelQueues
 from pipecut.stage.dtensor import MeshKey, ready_to_send
 
 WIDTH = 4

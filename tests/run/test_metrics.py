@@ -15,7 +15,7 @@ from pipecut import PipelineStage, Schedule1F1B
 from pipecut.errors import InputError, StepError
 from pipecut.run import connection
 from pipecut.run.transport import Ready, TimedTransport
-from pipecut.run.transport.timed import DeviceClock, HostClock, clock_of
+from pipecut.run.transport.base import DeviceClock, HostClock, clock_of
 
 MICROBATCHES = 4
 

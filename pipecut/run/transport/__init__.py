@@ -1,12 +1,23 @@
 """Transports between ranks: read base.py first, which has the protocol that a transport of your own implements."""
 
-from .base import Arrival, Meta, Ready, Transport, TransportFactory
+from .base import (
+    Arrival,
+    Clock,
+    InProcessTransport,
+    Interval,
+    Meta,
+    ParcelQueues,
+    Ready,
+    TimedTransport,
+    Transport,
+    TransportFactory,
+    Turn,
+    clock_of,
+)
 from .distributed import DistributedTransport, connection_to, device_of_numbers, wait_for
 from .host import HostChannels, HostMeeting
-from .in_process import InProcessTransport, ParcelQueues
 from .selection import Selection, TransportOption
 from .shared_memory import SharedMemoryTransport
-from .timed import Clock, Interval, TimedTransport, Turn, clock_of
 
 __all__ = [
     "Arrival",

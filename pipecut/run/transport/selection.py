@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InputError
-from .base import Transport, TransportFactory
+from .base import InProcessTransport, ParcelQueues, Transport, TransportFactory
 from .distributed import DistributedTransport
 from .host import HostChannels, HostMeeting
-from .in_process import InProcessTransport, ParcelQueues
 from .shared_memory import SharedMemoryTransport
 
 TransportOption = TransportFactory | str | None  # of a schedule
