@@ -6,14 +6,17 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import pipecut
+from pipecut.api import RequestedCuts
 from pipecut.pipe import Pipe
+from pipecut.pipe_ir import TracedModel
 from pipecut.pipe_ir.tracing.run import trace
-from pipecut.split import SplitPoint, cut_trace, cuts_by_marks, cuts_by_spec
+from pipecut.split import SplitPlan, SplitPoint, cut_trace, cuts_by_marks, cuts_by_spec
 from tests.support.nested_values import Call, assert_same, fresh, tensors_in
 from tests.support.separate_stages import SeparateRanks, backward_from
 from tests.support.stage_names import Fingerprint, assert_same_names
@@ -30,22 +33,28 @@ def assert_equals_uncut(
     expect_stages: int | None = None,
     other_calls: Sequence[Call] = (),
     seed: int = 0,
+    trace_twice: bool = False,
 ) -> Pipe:
     """Cut copies of `model` and compare them with an uncut copy: outputs, gradients, buffers, names.
 
     Twice: with the modules that lie in one stage kept as they are, and with all of them rebuilt from generated code.
-    The pipe with the kept modules is returned.
+    The pipe with the kept modules is returned. With `trace_twice` the second cut traces an object that was cut before.
     """
     call = (args, kwargs or {})
     subject = copied(model)
     untouched = Fingerprint.of(subject)
     pipes = []
-    for way in (pipeline_once, rebuild_all):  # the second cuts an object that was cut before
-        pipe = way(subject, fresh(call), split_spec)
-        untouched.assert_same_as(Fingerprint.of(subject))
-        assert pipe.num_stages == (expect_stages or pipe.num_stages), f"{way.__name__} made {pipe.num_stages} stages"
+    with mock.patch.object(pipecut.api, "RequestedCuts", _NotedCuts):
+        traces = _NotedCuts.traces = []
+        pipes.append(pipeline_once(subject, fresh(call), split_spec))
+    untouched.assert_same_as(Fingerprint.of(subject))
+    may_share = len(traces) == 1 and not trace_twice
+    # Where the cut took several traces, with hooks or in the other mode, one more without these is the simplest.
+    pipes.append(rebuild_all(subject, fresh(call), split_spec, traces[0] if may_share else None))
+    untouched.assert_same_as(Fingerprint.of(subject))
+    for pipe in pipes:
+        assert pipe.num_stages == (expect_stages or pipe.num_stages), f"{pipe.num_stages} stages"
         assert_same_names(pipe, subject)
-        pipes.append(pipe)
     assert pipes[0].num_stages == pipes[1].num_stages
     for pipe, name in zip(pipes, ("kept modules", "rebuilt modules"), strict=True):
         untouched.restore()
@@ -71,9 +80,19 @@ def pipeline_once(model: nn.Module, call: Call, split_spec: SplitSpec | None) ->
     return pipecut.pipeline(model, mb_args=call[0], mb_kwargs=call[1], split_spec=split_spec, outputs="all")
 
 
-def rebuild_all(model: nn.Module, call: Call, split_spec: SplitSpec | None) -> Pipe:
+class _NotedCuts(RequestedCuts):
+    """The cuts that a call of pipeline() asks for, with the traces that it made."""
+
+    traces: list[TracedModel] = []
+
+    def __call__(self, traced: TracedModel) -> SplitPlan:
+        self.traces.append(traced)
+        return super().__call__(traced)
+
+
+def rebuild_all(model: nn.Module, call: Call, split_spec: SplitSpec | None, traced: TracedModel | None = None) -> Pipe:
     """The same cut, with every module rebuilt from its traced operations."""
-    traced = trace(model, *call)
+    traced = traced or trace(model, *call)
     plan = cuts_by_spec(traced, split_spec) if split_spec else cuts_by_marks(traced)
     return cut_trace(traced, plan, Pipe, keep_modules=False)
 

@@ -17,6 +17,13 @@ from tests.stage.backward.runs import WAYS, choose_way, forward, run_step
 from tests.stage.backward.stages import CASES, REENTRANT, Runs, StageCase, floats, linears, parameter
 
 
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    """Leave all that is there out of what the collector looks at: it is called after each case."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
     """What is let go must be gone at once."""
