@@ -14,7 +14,6 @@ import torch.distributed
 
 from pipecut.compat.installing import MODULES, UPSTREAM, install, uninstall
 from tests.support.limits import WORK
-from tests.support.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOSE = "import torch.distributed.pipelining.schedules as s; print(s.ScheduleGPipe.__module__)"
@@ -115,7 +114,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", sampled(["spawn", "forkserver", "fork"], lambda method: method == "fork"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_ranks_that_a_process_with_it_starts_have_it_too(environment: None, tmp_path: Path, method: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SPAWNS)

@@ -85,6 +85,7 @@ def test_the_command_ends_as_the_script_does_alone(process: Path) -> None:
     assert (here.stdout, here.stderr, here.returncode) == (alone.stdout, alone.stderr, alone.returncode)
 
 
+@pytest.mark.slow
 def test_modules_and_directories_show_their_own_frames(process: Path, capsys: Capture) -> None:
     Path("package").mkdir()
     Path("package/__main__.py").write_text("1 / 0")

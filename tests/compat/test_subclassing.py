@@ -15,6 +15,7 @@ from pipecut.compat.schedules import _Action, _ComputationType, _PipelineSchedul
 from pipecut.compat.stage import _PipelineStageBase
 from tests.compat import user_schedules
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 
 
 def layers(count: int) -> list[nn.Module]:
@@ -193,7 +194,9 @@ def test_v_schedules_refuse_other_numbers() -> None:
         schedules.ScheduleDualPipeV([Mock(), Mock()], 1)
 
 
-@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", sampled(["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"], lambda name: name == "ZBVZeroBubble")
+)
 def test_a_compiled_stage_is_refused_by_the_zero_bubble_family(name: str) -> None:
     stages = [PipelineStage(torch.compile(layer), index, 2, "cpu") for index, layer in enumerate(layers(2))]  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"Schedule{name} is not supported with a stage that torch.compile made one"):

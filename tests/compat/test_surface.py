@@ -217,6 +217,7 @@ def test_a_replaced_name_says_what_to_use() -> None:
         annotate_split_points(None, {})
 
 
+@pytest.mark.slow
 def test_compat_does_not_import_upstream() -> None:
     code = """
         import sys, pipecut.compat

@@ -29,6 +29,7 @@ def test_a_checkpoint_is_resumed_by_trainer_and_by_other_numbers_of_stages(two_r
     assert_same(train(0, "tied", tmp_path / "one", PIPELINE, resume), saved, resumed=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_trainer_is_resumed_on_ranks_and_loads_by_from_pretrained(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def best_model(rank: int, folder: Path, step: int) -> tuple[Trained, str, list[d
     return Trained([], weights, trainer.state.global_step), best, evaluated
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_where_one_does_and_load_the_best_model(two_ranks: Ranks, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -113,6 +115,7 @@ def killed_in_a_save(rank: int, folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_complete_or_not_there(two_ranks: Ranks, tmp_path: Path) -> None:
     from transformers.trainer_utils import get_last_checkpoint
 

@@ -426,6 +426,7 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert sorted(line for line in done.stdout.splitlines() if line) == expected
 
 
+@pytest.mark.slow
 def test_a_script_without_the_guard_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -575,6 +576,7 @@ def test_a_pool_forks_anew_for_a_function_that_cannot_be_sent() -> None:
         assert pool.run(lambda: os.getpid() in before) == [False, False]
 
 
+@pytest.mark.slow
 def test_a_pool_that_nobody_closes_ends_with_its_process() -> None:
     code = """
         import torch.distributed as dist

@@ -152,7 +152,7 @@ def test_one_pipeline_in_this_process() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
+@pytest.mark.parametrize("wrapper", sampled(["ddp", "fully_shard"], lambda wrapper: wrapper == "ddp"))
 def test_gradients_on_two_pipelines_of_two_ranks(four_ranks: Ranks, tmp_path: Path, wrapper: str) -> None:
     _check_gradients(four_ranks, tmp_path, {"wrapper": wrapper, "schedules": ["1F1B"], "recompute": False})
 
@@ -182,6 +182,7 @@ def _check_gradients(ranks: Ranks, folder: Path, options: dict[str, Any]) -> Non
         assert max(off.values()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_plan_makes_its_groups_itself(four_ranks: Ranks) -> None:
     for text in four_ranks.run(cases.refuses_a_group):

@@ -484,6 +484,7 @@ def test_a_long_plan_is_shown_near_the_fault() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_large_plan_in_which_everything_is_wrong() -> None:
     """Each fault once took a search through its rank: minutes for a plan of this size."""
     plan = plan_for("Interleaved1F1B", ranks=16, chunks=2, microbatches=256).lower()

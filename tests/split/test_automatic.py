@@ -39,7 +39,7 @@ def flops(pipe: Pipe) -> list[int]:
     return [int(info.flops.subs(dict.fromkeys(info.flops.free_symbols, 4))) for info in pipe.stage_infos]
 
 
-@pytest.mark.parametrize("num_stages", sampled([1, 2, 4, 8], lambda stages: stages in (1, 4)))
+@pytest.mark.parametrize("num_stages", sampled([1, 2, 4, 8], lambda stages: stages == 4))
 def test_equal_blocks_are_dealt_out_evenly_and_stay_whole(num_stages: int) -> None:
     model = nn.Sequential(*(Residual(8) for _ in range(8)))
     pipe = pipeline(model, (torch.ones(4, 8),), num_stages=num_stages)

@@ -277,6 +277,7 @@ def test_within_a_rank_nothing_is_sent() -> None:
     assert balance_stages(blocks, [0, 1, 1]).loads == (3.0, 5.0)
 
 
+@pytest.mark.slow
 def test_a_large_chunked_pipeline_is_near_its_lower_bound() -> None:
     blocks = Blocks(times=tuple(1.0 + (place % 7) / 10 for place in range(500)))
     for rank_of in ([*range(8)] * 4, [*range(8), *reversed(range(8))]):
@@ -285,6 +286,7 @@ def test_a_large_chunked_pipeline_is_near_its_lower_bound() -> None:
         assert found.bottleneck < max(rank_loads(blocks, Ranks.of(rank_of), uniform(blocks, len(rank_of)))) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_fifty_thousand_blocks_into_64_stages() -> None:
     count = 50_000
     blocks = Blocks(

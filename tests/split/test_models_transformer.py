@@ -61,6 +61,7 @@ class EncoderDecoder(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sampled(["decoder.1", "encoder.0.attend.out"], lambda path: path != "decoder.1"))
 def test_an_encoder_decoder_uses_its_masks_in_later_stages(path: str) -> None:
     padding = torch.zeros(2, 5, dtype=torch.bool)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipecut import Pipe, PipeWarning, SplitPoint, pipe_split, pipeline
 from tests.support.equality import assert_equals_uncut
+from tests.support.sampling import sampled
 
 BEGINNING = SplitPoint.BEGINNING
 
@@ -75,7 +76,7 @@ def batch(size: int, length: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 16, (size, length)), mask
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", sampled([False, True], lambda persistent: not persistent))
 def test_tables_and_masks_are_made_where_they_are_used(persistent: bool) -> None:
     spec = {"blocks.1": BEGINNING, "blocks.3": BEGINNING}
     pipe = assert_equals_uncut(

@@ -25,9 +25,7 @@ def uncut_gradients(model: nn.Module, call: tuple[Tensor, ...], target: Tensor) 
 
 @pytest.mark.parametrize(
     ("schedule", "stages"),
-    sampled(
-        [("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("ZBV", 2), ("ZBV", 4)], lambda case: case in (("1F1B", 3), ("ZBV", 2))
-    ),
+    sampled([("1F1B", 2), ("1F1B", 3), ("1F1B", 4), ("ZBV", 2), ("ZBV", 4)], lambda case: case == ("ZBV", 2)),
 )
 def test_gradients_are_those_of_the_uncut_model(schedule: str, stages: int) -> None:
     model = Decoder(Rotary(persistent=True)).double()

@@ -153,7 +153,7 @@ class Recurrent(nn.LSTM):
     [
         Branching,
         lambda: Recurrent(8, 8, batch_first=True),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        pytest.param(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), marks=pytest.mark.slow),
         lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
     ],
     ids=["branch", "LSTM", "transformer", "transformer in eval"],

@@ -87,6 +87,7 @@ def tangled_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output["logits"], target) + output["weight"].mean()
 
 
+@pytest.mark.slow
 def test_a_tangled_model() -> None:
     torch.manual_seed(0)
     model = Tangled().double()

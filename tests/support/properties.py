@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
-FACTOR = float(os.environ.get("PIPECUT_EXAMPLES", {"thorough": 9}.get(PROFILE, 1)))
+FACTOR = float(os.environ.get("PIPECUT_EXAMPLES", {"thorough": 5}.get(PROFILE, 1)))
 
 
 def load_profile() -> None:

@@ -239,6 +239,7 @@ def seeds_of_its_own(rank: int) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_seeds_that_differ_between_tensor_parallel_ranks(four_ranks: Ranks) -> None:
     """Dropout differed between the parts of one value, and nothing said so."""
     for first, second, third in four_ranks.run(seeds_of_its_own):

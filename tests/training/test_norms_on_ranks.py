@@ -14,7 +14,7 @@ from tests.training import norm_cases as cases
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("kind", ["DDP", "fully_shard", "TP"])
+@pytest.mark.parametrize("kind", sampled(["DDP", "fully_shard", "TP"], lambda kind: kind == "fully_shard"))
 def test_copies_shards_and_parts_count_once_and_whole(four_ranks: Ranks, kind: str) -> None:
     norms = four_ranks.run(cases.clips_under, kind, 2.0)
     assert len(set(norms)) == 1

@@ -64,6 +64,7 @@ def train(rank: int) -> list[dict[str, int]]:
     return messages
 
 
+@pytest.mark.slow
 def test_sizes_that_change_at_every_step(two_ranks: Ranks) -> None:
     """A step of a new size takes the messages that the first one took: one to share sizes, the rest are values."""
     for messages in two_ranks.run(train):

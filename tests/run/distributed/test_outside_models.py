@@ -220,6 +220,7 @@ def test_hooks_of_different_stages(ranks: Ranks) -> None:
     assert check_cases(ranks, cases) == {"warning": len(cases)}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_was_not_seen_before(ranks: Ranks) -> None:
     assert check_cases(ranks, STORIES) == {"error": len(STORIES)}

@@ -23,6 +23,7 @@ from tests.run.distributed.failing_models import Party, fail, nth
 from tests.run.distributed.training_cases import check_schedule
 from tests.support.limits import PATIENCE
 from tests.support.ranks import GROUP_TIMEOUT, Ranks
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -89,7 +90,9 @@ def test_a_name_that_is_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch, o
         Schedule1F1B([PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")], 2, transport=option or None)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "name", sampled(["1F1B", "Interleaved1F1B", "ZBVZeroBubble"], lambda name: name == "Interleaved1F1B")
+)
 def test_gradients_over_the_process_group(two_ranks: Ranks, name: str) -> None:
     two_ranks.run(over_process_group, check_schedule, 2, name, True, [5])
 

@@ -79,7 +79,7 @@ def average_once(number: int, schedule: str, wrap: Callable[..., Any]) -> None:
             {"bucket_cap_mb": 0.0001},
             {"static_graph": True, "gradient_as_bucket_view": True, "find_unused_parameters": True},
         ],
-        lambda options: len(options) != 1 or "bucket_cap_mb" in options,
+        lambda options: len(options) != 1,
     ),
     ids=str,
 )
@@ -189,7 +189,7 @@ def use_some(number: int, schedule: str, options: dict[str, Any]) -> None:
         assert module.get_parameter("module.never.up.weight").grad is None
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
+@pytest.mark.parametrize("schedule", sampled(["1F1B", SPLIT], lambda name: name == SPLIT))
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_parameters_that_one_copy_or_none_uses(ranks: Ranks, schedule: str, option: str) -> None:
     ranks.run(use_some, schedule, {option: True})

@@ -34,7 +34,7 @@ def train(number: int, schedule: str, wrap: Wrap, width: int) -> None:
 
 
 @pytest.mark.parametrize("wrap", [copied, sharded])
-@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name in ("1F1B", "ZBVZeroBubble")))
+@pytest.mark.parametrize("schedule", sampled(SCHEDULES, lambda name: name == "ZBVZeroBubble"))
 def test_every_schedule(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap, 8)
 
@@ -52,7 +52,7 @@ def test_stages_sharded_as_one(ranks: Ranks, schedule: str) -> None:
     ranks.run(train, schedule, sharded_as_one, 8)
 
 
-@pytest.mark.parametrize("wrap", [copied, sharded])
+@pytest.mark.parametrize("wrap", sampled([copied, sharded], lambda wrap: wrap is sharded))
 @pytest.mark.parametrize("schedule", sampled(["1F1B", "ZB-H1", "ZBVZeroBubble"], lambda name: name == "ZB-H1"))
 def test_weight_gradients_that_are_put_off(ranks: Ranks, schedule: str, wrap: Wrap) -> None:
     ranks.run(train, schedule, wrap, LARGE)

@@ -85,7 +85,7 @@ def loss(output: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("schedule", "wrap"),
     [
-        ("1F1B", copied),
+        pytest.param("1F1B", copied, marks=pytest.mark.slow),
         pytest.param("1F1B", sharded_everywhere, marks=pytest.mark.slow),
         ("ZBVZeroBubble", sharded_everywhere),
     ],

@@ -12,6 +12,7 @@ import torch
 import pipecut.training.checkpoint.save as saving
 from pipecut import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 from tests.training.checkpoint import rank_cases
 from tests.training.checkpoint.jobs import Block, assert_same, make_job
 
@@ -76,7 +77,7 @@ def test_a_folder_that_cannot_be_written_to() -> None:
         save_checkpoint("/sys/checkpoints", job.schedule, step=1)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", sampled([False, True], lambda asynchronous: asynchronous))
 def test_a_full_disk_is_an_error_on_every_rank(asynchronous: bool, two_ranks: Ranks, tmp_path: Path) -> None:
     for text in two_ranks.run(rank_cases.fill_the_disk_of_one, str(tmp_path), asynchronous):
         assert "on rank 1: the checkpoint was not saved: the disk of" in text

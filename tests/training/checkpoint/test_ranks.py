@@ -96,6 +96,7 @@ def test_schedulers_over_the_second_of_two_optimizers_have_the_groups_of_that(tw
         load_checkpoint(tmp_path, job.schedule, optimizers, scheduler=Wrapped())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "other"), [("ddp", "fsdp"), pytest.param("fsdp", "ddp", marks=pytest.mark.slow)])
 def test_copies_and_shards_are_saved_whole(wrapper: str, other: str, two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks.run(rank_cases.save_hybrid, str(tmp_path), wrapper)
