@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import DisagreementError, InputError
+from ..errors import DisagreementError, InputError, warn
 from ..run import differences, exchange
 from ..schedule import plan_for
 from ..text import counted, did_you_mean, listed
@@ -32,6 +33,7 @@ _DIMS = {
 _REST = -1
 _SHOWN = 64  # ranks in a table
 _TIMEOUT = timedelta(minutes=10)  # for all ranks to come here
+_joined: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of init_process_group()
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,20 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    if dist.group.WORLD is not None:
+        _joined.add(dist.group.WORLD)
     return device
+
+
+def warn_of_restarts() -> None:
+    """Warn if torchrun is to start this job again when a rank ends, and its ranks could not join then."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and dist.is_initialized() and dist.group.WORLD not in _joined:
+        warn(
+            f"torchrun --max-restarts={restarts} starts this job again when a rank ends, and torch's own "
+            "init_process_group() then waits for processes that are gone: call pipecut.init_process_group() first, "
+            "before TrainingArguments or an Accelerator is made"
+        )
 
 
 def device_mesh(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipecut import CheckpointError
 from tests.integrations.trainer_cases import CASES, Trained, as_torchrun, assert_same, make_trainer, train
 from tests.support.ranks import Ranks
 from tests.support.sampling import sampled
@@ -125,6 +127,40 @@ def test_a_checkpoint_is_complete_or_not_there(two_ranks: Ranks, tmp_path: Path)
     two_ranks.run(functools.partial(train, pipeline=PIPELINE, resume=True, **SAVES), "tied", tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
+
+
+def cannot_write(rank: int, folder: Path, who: int) -> str:
+    """Train until one rank cannot write more than some bytes into a file; return the error of this one."""
+    from pipecut.integrations.transformers import PipelineTrainer
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(PipelineTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if rank == who and self.state.global_step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            super()._save_checkpoint(model, trial)
+
+    with as_torchrun(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer("small", folder, PIPELINE, trainer=(Full, Full), **SAVES)
+        try:
+            with pytest.raises(CheckpointError) as raised:
+                trainer.train()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_one_rank_cannot_write_is_an_error_on_all(who: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    """The first rank writes the weights, each its random numbers; the others waited until their connection was lost."""
+    for text in two_ranks.run(cannot_write, tmp_path, who):
+        assert f"on rank {who}: the checkpoint was not saved: " in text
+        assert str(tmp_path) in text
+        assert text.endswith("Checkpoints that were complete before still are")
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert (tmp_path / "checkpoint-2" / "optimizer.pt").is_file()
 
 
 @pytest.mark.slow

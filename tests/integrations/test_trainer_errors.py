@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecut import InputError, PipeError, PlanError, pipeline
+from pipecut import InputError, PipeError, PipeWarning, PlanError, pipeline
 from tests.integrations.trainer_cases import as_torchrun, make_trainer, padded, sentences
 from tests.support.ranks import Ranks
 
@@ -144,6 +144,22 @@ def bad_input_on_ranks(rank: int, folder: Path) -> list[str]:
                 make_trainer("causal", folder, pipeline_options, **options).train()
             messages.append(str(raised.value))
     return messages
+
+
+def restarts(rank: int, folder: Path) -> str:
+    """Make a trainer where torchrun would start the job again, and return the warning."""
+    with as_torchrun(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        with pytest.warns(PipeWarning) as caught:
+            make_trainer("small", folder, {})
+    return str(caught[0].message)
+
+
+@pytest.mark.distributed
+def test_a_job_that_could_not_be_started_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    for told in two_ranks.run(restarts, tmp_path):
+        assert "torchrun --max-restarts=3 starts this job again" in told
+        assert "call pipecut.init_process_group() first, before TrainingArguments" in told
 
 
 @pytest.mark.slow

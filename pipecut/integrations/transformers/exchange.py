@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import InputError
+from ...errors import CheckpointError, InputError
 from ...pipe_ir import Atom, map_leaves
 from ...text import listed
+from ...training import cannot_write
 from .cut_model import CutModel, Ranks
 
 
@@ -143,3 +146,37 @@ def _checksum(value: Any) -> int:
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8) if value.numel() else value
     seed = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode())
     return zlib.crc32(raw.numpy().data, seed) if value.numel() else seed
+
+
+class Writes:
+    """Writes into one folder by several ranks, which go on together, or all raise.
+
+    An error of one is kept until `agree`: others may be waiting for its next message.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._error: Exception | None = None
+        self.all_sent = False  # True when no message comes before the next `agree`
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Return a context whose error is kept."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, all ranks raise it
+            self.keep(error)
+
+    def keep(self, error: Exception) -> None:
+        """Let `agree` raise an error, unless there is one already."""
+        self._error = self._error or error
+
+    def agree(self) -> None:
+        """Raise on all ranks of the job if one has kept an error, or go on when all are here."""
+        texts = ["" if self._error is None else str(cannot_write(self._folder, self._error))]
+        if dist.is_initialized():
+            own, texts = texts[0], [""] * dist.get_world_size()
+            dist.all_gather_object(texts, own)
+        failed = [f"{f'on rank {rank}: ' * (len(texts) > 1)}{text}" for rank, text in enumerate(texts) if text]
+        if failed:
+            raise CheckpointError("\n".join(failed)) from self._error

@@ -144,6 +144,19 @@ def count_items(inputs: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
     return labels.ne(_IGNORED).reshape(labels.shape[0], -1).sum(1)
 
 
+class ItemWeight:
+    """`loss_weight` of a schedule: the labels that count in a microbatch; its samples, if there are none to count."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        self._shifts = shifts
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        counts = count_items(inputs, shifts=self._shifts)
+        if counts is not None:
+            return counts.sum()
+        return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.dim())
+
+
 class BatchChunks(ChunkSpec):
     """Cuts a batch of Trainer into microbatches: tensors along dim 0, the number of items by the items in each.
 

@@ -19,20 +19,21 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
-from ...errors import InputError
+from ...errors import CheckpointError, InputError
 from ...stage import derive_seed
-from ...training import GradScaler, clip_grad_norm_, get_total_norm, replace_directory
+from ...training import GradScaler, clip_grad_norm_, get_total_norm, replace_directory, warn_of_restarts
 from .accelerator import AgreeingCallbacks, PipelineAccelerator
 from .arguments import PipelineArguments, check_arguments, check_model
 from .cut_model import CutModel, Ranks
 from .exchange import (
+    Writes,
     broadcast,
     check_same_batch,
     collect_optimizer,
     collect_weights,
     drop_state_of_others,
 )
-from .loss import ITEMS, StandIn, TrainerLoss, arguments_of_model, count_items, in_full_precision
+from .loss import ITEMS, ItemWeight, StandIn, TrainerLoss, arguments_of_model, in_full_precision
 
 
 class PipelineTrainer(Trainer):
@@ -81,6 +82,7 @@ class PipelineTrainer(Trainer):
             raise InputError(f"pipeline= is a {got}: pass PipelineArguments(stages=..., microbatches=...)")
         self.pipeline = given
         check_arguments(args)
+        warn_of_restarts()
         if model is not None:
             check_model(model)
         self._ranks = Ranks.of(self.pipeline.placement(args.world_size))
@@ -89,6 +91,7 @@ class PipelineTrainer(Trainer):
         self._loaded_folder = ""
         self._batches = (-1, 0)  # the step that is accumulated, and its batches so far
         self._unfinished: Path | None = None  # where a checkpoint is written, while it is
+        self._writes = Writes(Path(args.output_dir))  # of the checkpoint
         self._has_all_weights = True  # False once the stages of other ranks were trained, until they are collected
         super().__init__(model, args, *positional, **options)
         AgreeingCallbacks.adopt(self.callback_handler)
@@ -162,7 +165,7 @@ class PipelineTrainer(Trainer):
     def _new_cut(self, batch: Mapping[str, Any], training: bool) -> CutModel:
         example = arguments_of_model(self, batch, self._get_num_items_in_batch([batch], self.args.device))
         self.model.train(training)
-        weight = _Weight(shifts=self._loss_shifts_labels)
+        weight = ItemWeight(shifts=self._loss_shifts_labels)
         options = (TrainerLoss(self), weight, self.accelerator.autocast)
         return CutModel(self.model, example, self.pipeline, self._ranks, self.args.device, *options)
 
@@ -260,7 +263,9 @@ class PipelineTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, for `from_pretrained()`. All ranks call it; after training the first alone may."""
         self._collect_weights()
-        super().save_model(output_dir, _internal_call)
+        with contextlib.nullcontext() if self._unfinished is None else self._writes.kept():
+            super().save_model(output_dir, _internal_call)
+        self._writes.all_sent = self.args.save_only_model
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._loaded_folder = resume_from_checkpoint
@@ -284,30 +289,52 @@ class PipelineTrainer(Trainer):
         self.model.load_state_dict(loaded.state_dict())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save what Trainer saves, into a directory that gets its name when all files are on the disk."""
+        """Save what Trainer saves, into a directory that gets its name when all files are on the disk.
+
+        If a rank cannot write, all raise, and the checkpoints before it are whole.
+        """
         folder, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = folder / f".{name}.unfinished"
-        if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
-            unfinished.mkdir(parents=True)
-        self._barrier()
+        self._writes = Writes(folder)
+        try:
+            with self._writes.kept():
+                if self.args.should_save:
+                    shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
+                    unfinished.mkdir(parents=True)
+            self._writes.agree()
+            self._write_into(unfinished, model, trial)
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder / name)
+            self._writes.agree()  # all ranks have written their files
+            with self._writes.kept():
+                if self.args.should_save:
+                    self._complete(unfinished / name, folder / name)
+            self._writes.agree()  # it is complete before any rank reads it, or goes on
+        except CheckpointError:
+            if self.args.should_save:
+                shutil.rmtree(unfinished, ignore_errors=True)  # of a full disk it is the larger part
+            raise
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder / name))
+
+    def _write_into(self, unfinished: Path, model: nn.Module, trial: Any) -> None:
         self._unfinished = unfinished
         try:
             super()._save_checkpoint(model, trial)
+        except OSError as error:
+            if not self._writes.all_sent:
+                raise  # of an override that others may be waiting for
+            self._writes.keep(error)  # of the last file, which Trainer writes by itself
         finally:
             self._unfinished = None
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder / name)
-        self._barrier()  # all ranks have written their files
-        if self.args.should_save:
-            self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))  # with where it will be
-            replace_directory(unfinished / name, folder / name)
-            unfinished.rmdir()
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(folder), self.args.save_total_limit, best, use_mtime=True)
-        self._barrier()  # it is complete before any rank reads it, or goes on
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder / name))
+
+    def _complete(self, written: Path, path: Path) -> None:
+        """Give a checkpoint its place, and remove older ones beyond the limit."""
+        self.state.save_to_json(str(written / TRAINER_STATE_NAME))  # with where it will be
+        replace_directory(written, path)
+        written.parent.rmdir()
+        best = self.state.best_model_checkpoint
+        rotate_checkpoints(str(path.parent), self.args.save_total_limit, best, use_mtime=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self._unfinished is None else self._unfinished)
@@ -316,18 +343,23 @@ class PipelineTrainer(Trainer):
         if self._unfinished is None:  # otherwise it is pushed when it is complete
             super()._push_from_checkpoint(checkpoint_folder)
 
-    @staticmethod
-    def _barrier() -> None:
-        if dist.is_initialized():
-            dist.barrier()
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state that Trainer on one process would save, whatever the number of stages."""
         assert self._trained is not None  # it has trained
         state = collect_optimizer(self.optimizer, self._trained)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        with self._writes.kept():
+            if self.args.should_save:
+                torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with self._writes.kept():
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self._writes.kept():
+            super()._save_rng_state(output_dir)
+        self._writes.all_sent = True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -361,19 +393,6 @@ class PipelineTrainer(Trainer):
             self.accelerator.unscale_gradients()
             return get_total_norm(self._trained.schedule)
         return grad_norm
-
-
-class _Weight:
-    """`loss_weight` of a schedule: the labels that count in a microbatch; its samples, if there are none to count."""
-
-    def __init__(self, *, shifts: bool) -> None:
-        self._shifts = shifts
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        counts = count_items(inputs, shifts=self._shifts)
-        if counts is not None:
-            return counts.sum()
-        return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.dim())
 
 
 def _wanted(output: Any, ignored: list[str]) -> Any:

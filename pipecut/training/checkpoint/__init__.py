@@ -8,11 +8,12 @@ from __future__ import annotations
 from .export import export_safetensors
 from .folder import latest_checkpoint, replace_directory
 from .load import LoadedCheckpoint, load_checkpoint
-from .save import CheckpointSave, save_checkpoint
+from .save import CheckpointSave, cannot_write, save_checkpoint
 
 __all__ = [
     "CheckpointSave",
     "LoadedCheckpoint",
+    "cannot_write",
     "export_safetensors",
     "latest_checkpoint",
     "load_checkpoint",

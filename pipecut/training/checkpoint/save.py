@@ -80,7 +80,8 @@ def save_checkpoint(
 
     All ranks of the job call this together, between two steps. Parameters, buffers and the state of optimizers are
     saved by torch.distributed.checkpoint under the model's own names; with them the learning-rate scheduler, all random
-    streams, and `extra`: plain values, and objects with `state_dict()` and `load_state_dict()`, as each rank has them.
+    streams, and `extra`: plain values, generators of torch, and objects with `state_dict()` and `load_state_dict()`, as
+    each rank has them.
     A checkpoint is complete or not there, whenever the job is killed. The last `keep` complete ones stay; with None,
     all.
 
@@ -166,10 +167,10 @@ def _begin(folder: Path, step: int) -> Draft:
     try:
         return begin(folder, step)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
 
 
-def _cannot_write(folder: Path, error: BaseException) -> CheckpointError:
+def cannot_write(folder: Path, error: BaseException) -> CheckpointError:
     """Return the error for a folder that cannot be written to; older checkpoints are as they were."""
     reason = _os_error(error)
     number = None if reason is None else reason.errno
@@ -227,7 +228,7 @@ def _write_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _cannot_write(path.parent.parent, error) from error
+        raise cannot_write(path.parent.parent, error) from error
 
 
 def _save_tensors(ranks: Ranks, draft: Draft, tensors: Mapping[str, Tensor]) -> Any:
@@ -251,7 +252,7 @@ def _save_tensors(ranks: Ranks, draft: Draft, tensors: Mapping[str, Tensor]) -> 
     except CheckpointException as error:
         failed = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
         lines = [
-            f"{f'on rank {rank}: ' * (ranks.size > 1)}{_cannot_write(folder, each)}" for rank, each in failed.items()
+            f"{f'on rank {rank}: ' * (ranks.size > 1)}{cannot_write(folder, each)}" for rank, each in failed.items()
         ]
         raise CheckpointError("\n".join(lines)) from error
     except RuntimeError as error:  # of the process group
@@ -286,7 +287,7 @@ def _complete(draft: Draft, names: Sequence[str], metadata: Any, facts: Sequence
         )
         commit(draft, manifest)
     except OSError as error:
-        raise _cannot_write(draft.path.parent, error) from error
+        raise cannot_write(draft.path.parent, error) from error
     prune(draft, keep)
 
 
