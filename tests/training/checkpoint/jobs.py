@@ -122,9 +122,13 @@ def make_job(
     kind: type[nn.Module] = Net,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     timeout: float = 600.0,
+    group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> Job:
-    """Make a job of so many ranks, in one process; or this rank's part of it, if there is a process group."""
+    """Make a job of so many ranks, in one process; or this rank's part of it, if there is a process group.
+
+    `group` has those ranks, the first of all, if they are not all.
+    """
     chunks = CHUNKS.get(name, 1)
     pipe = cut(ranks * chunks, kind)
     schedule_class = get_schedule_class(name)
@@ -132,7 +136,8 @@ def make_job(
     spread = ranks > 1 and dist.is_initialized()
     mine = [s for s in range(ranks * chunks) if not spread or s % ranks == dist.get_rank()]
     # With memory of their own: jobs of one test share a trace and a model.
-    stages = [pipe.build_stage(index, "cpu", checkpoint=new_model(kind).state_dict()) for index in mine]
+    held = new_model(kind).state_dict()
+    stages = [pipe.build_stage(index, "cpu", group, checkpoint=held) for index in mine]
     torch.manual_seed(7)
     given: Any = stages if chunks > 1 or not spread else stages[0]
     options: dict[str, Any] = {} if spread or chunks == 1 else {"ranks": ranks}
@@ -147,3 +152,14 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
         assert same, f"{name}: {value} and {other[name]}"
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of all ranks; what several hold is the same on each."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            same = torch.equal(value, found[name]) if name in found and isinstance(value, Tensor) else True
+            assert same, name
+            found[name] = value
+    return found

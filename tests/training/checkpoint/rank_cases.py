@@ -59,6 +59,21 @@ def train_here(rank: int, name: str, kind: type[nn.Module] = Net) -> tuple[list[
     return results(job)
 
 
+def job_of_first_ranks(rank: int, count: int, name: str, folder: str, *, loads: bool) -> Any:
+    """Train 3 steps on the first ranks and save; or load on them, and train 3 more. The others do nothing."""
+    if rank >= count:
+        return None
+    group = dist.new_group([*range(count)], use_local_synchronization=True)
+    job = make_job(count, name, group=group)
+    if loads:
+        torch.manual_seed(99)
+        load_checkpoint(folder, job.schedule, job.optimizer, scheduler=job.scheduler, group=group)
+    job.train(*((3, 6) if loads else (0, 3)))
+    if not loads:
+        save_checkpoint(folder, job.schedule, job.optimizer, step=3, scheduler=job.scheduler, group=group)
+    return job.losses, job.norms, job.state
+
+
 def hybrid_job(wrapper: str) -> Job:
     """Make a job of 2 pipelines of 2 ranks, or on 2 ranks 2 pipelines of one: stages are copied or sharded."""
     world = dist.get_world_size()

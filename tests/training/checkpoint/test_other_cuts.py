@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipecut import latest_checkpoint, load_checkpoint, save_checkpoint
+from tests.support.ranks import Ranks
 from tests.support.sampling import sampled
-from tests.training.checkpoint.jobs import Job, assert_same, make_job
+from tests.training.checkpoint.jobs import Job, assert_same, joined, make_job
+from tests.training.checkpoint.rank_cases import job_of_first_ranks
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 COUNTS = range(1, 7)
@@ -46,3 +49,29 @@ def test_a_job_goes_on_under_another_number_of_ranks(before: int, after: int, na
     assert first.losses + job.losses == expected.losses
     assert first.norms + job.norms == expected.norms
     assert_same(job.state, expected.end)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def six_ranks() -> Iterator[Ranks]:
+    with Ranks(6) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize("before", COUNTS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_job_of_processes_goes_on_under_any_other_number(
+    before: int, name: str, six_ranks: Ranks, tmp_path: Path
+) -> None:
+    saved = six_ranks.run(functools.partial(job_of_first_ranks, loads=False), before, name, str(tmp_path))
+    for after in COUNTS:
+        expected = uninterrupted(after, name)
+        went_on = six_ranks.run(functools.partial(job_of_first_ranks, loads=True), after, name, str(tmp_path))
+        parts = [part for part in went_on if part is not None]
+        assert len(parts) == after
+        for losses, norms, _ in parts:
+            assert saved[0][0] + losses == expected.losses
+            assert saved[0][1] + norms == expected.norms
+        assert_same(joined([state for *_, state in parts]), expected.end)  # type: ignore[attr-defined]

@@ -6,25 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipecut import CheckpointError, load_checkpoint
 from tests.support.ranks import Ranks
 from tests.training.checkpoint import rank_cases
-from tests.training.checkpoint.jobs import Job, Tied, assert_same, make_job
+from tests.training.checkpoint.jobs import Job, Tied, assert_same, joined, make_job
 
 PER_RANK = ("lr", "scheduler", "generator")
-
-
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of all ranks; what several hold is the same on each."""
-    found: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            same = torch.equal(value, found[name]) if name in found and isinstance(value, torch.Tensor) else True
-            assert same, name
-            found[name] = value
-    return found
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Any]:
