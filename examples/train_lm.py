@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py --steps 40
     torchrun --nproc-per-node 4 examples/train_lm.py --steps 80 --resume  # goes on, on another number of stages
+    torchrun --nproc-per-node 4 examples/train_lm.py --steps 80 --resume --export out/model  # for from_pretrained()
 
 Every rank runs this script. With `torchrun --max-restarts 3` a job that loses a rank goes on from its last checkpoint.
 """
@@ -116,6 +117,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             if step % options.save_every == 0 or step == options.steps:
                 progress.log(perplexity=perplexity(schedule, text))
                 pipecut.save_checkpoint(options.folder, schedule, optimizer, step=step, scheduler=scheduler)
+    if options.export is not None:
+        pipecut.export_safetensors(options.export, schedule)  # with the model's config
 
 
 def main() -> None:
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/train_lm"), help="for checkpoints and metrics.jsonl")
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS", help="(default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the trained model for from_pretrained()")
     options = parser.parse_args()
     try:
         device = pipecut.init_process_group()  # and not torch's: a job that torchrun starts again joins, too

@@ -133,7 +133,7 @@ def main() -> int:
     print(cut(fresh_model()))
     runs, uncut = launch(train_rank, RANKS, steps), train_uncut(steps)
     state = {name: value for run in runs for name, value in run.state.items()}
-    assert state.keys() == uncut.state.keys()
+    assert len(runs) < RANKS or state.keys() == uncut.state.keys()  # under torchrun each rank compares its own stages
     worst = max((state[name].double() - uncut.state[name].double()).abs().max().item() for name in state)
     print(f"loss {runs[0].losses[0]:.4f} to {runs[0].losses[-1]:.4f} in {steps} steps on {RANKS} ranks")
     print(f"worst difference from the uncut model: {worst:.1e}, over {len(state)} parameters and buffers")

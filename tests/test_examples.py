@@ -58,6 +58,18 @@ def norms_of(folder: Path) -> dict[int, float]:
     return {int(line["step"]): line["norm"] for line in lines_of(folder) if "norm" in line}
 
 
+def assert_loads(exported: Path, step: int, folder: Path) -> None:
+    """Compare a model that transformers loads with the last checkpoint."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from transformers import AutoModelForCausalLM
+
+    dcp_to_torch_save(folder / f"step-{step:08}", folder / "whole.pt")
+    saved = torch.load(folder / "whole.pt", weights_only=True)
+    for name, value in AutoModelForCausalLM.from_pretrained(exported).state_dict().items():
+        assert torch.equal(value, saved[f"model/{name}"]), name
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short(path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("\n") < MOST_LINES
@@ -84,7 +96,9 @@ def test_train_lm_goes_on_under_another_number_of_stages_as_if_it_had_not_stoppe
     shutil.rmtree(resumed / "step-00000006")
     (resumed / "metrics.jsonl").unlink()
     options = ("--steps=6", "--save-every=3", f"--folder={resumed}", "--resume")
-    train_lm(1, tmp_path, *options, "--schedule=Interleaved1F1B", "--stages=3")
+    exported = tmp_path / "exported"
+    train_lm(1, tmp_path, *options, "--schedule=Interleaved1F1B", "--stages=3", f"--export={exported}")
+    assert_loads(exported, 6, resumed)
     assert list(losses_of(resumed)) == [4, 5, 6]
     assert losses_of(resumed) == pytest.approx({step: losses_of(whole)[step] for step in (4, 5, 6)}, rel=1e-5)
     assert norms_of(resumed) == pytest.approx({step: norms_of(whole)[step] for step in (4, 5, 6)}, rel=1e-4)

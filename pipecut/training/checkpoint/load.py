@@ -21,7 +21,7 @@ from ...text import counted, did_you_mean, dtype_name, lines_of, listed, shape_t
 from ...torch_internals import EXTRA_STATE
 from .contents import check_optimizers, extra_states, model_tensors, parameter_names
 from .folder import Place, interrupted, latest_checkpoint, read_manifest
-from .objects import Stateful, read_objects, restore_random_state
+from .objects import Stateful, load_state, read_objects, restore_random_state
 from .optimizers import (
     Names,
     OptimizerFacts,
@@ -68,7 +68,7 @@ def load_checkpoint(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Stateful | None = None,
-    extra: Mapping[str, Stateful] | None = None,
+    extra: Mapping[str, Stateful | torch.Generator] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Let a job go on from a checkpoint, and return its step and what was saved in `extra`.
@@ -76,7 +76,7 @@ def load_checkpoint(
     `checkpoint` is the path of one, or of a folder of them, of which the last complete one is taken. All ranks of the
     job call this together, with an optimizer and a scheduler like those that `save_checkpoint` was called with. Number
     of stages, cut, schedule and number of replicas may be others. Values are read into the tensors that are there.
-    Objects of `extra=` get the states that were saved under their names. No code is run from the files.
+    Objects and generators of `extra=` get the states that were saved under their names. No code is run from the files.
 
     Random streams go on where they were. A rank that there was not goes on with those of the last rank of its pipeline,
     and a replica that there was not gets streams of its own. See `save_checkpoint` for an example.
@@ -104,7 +104,7 @@ def load_checkpoint(
 
 def _check_extra(extra: Mapping[str, Any] | None) -> None:
     for name, value in (extra or {}).items():
-        if not isinstance(value, Stateful):
+        if not isinstance(value, Stateful | torch.Generator):
             raise InputError(
                 f"extra[{name!r}] is a {type(value).__name__} without load_state_dict(): leave it out, and read it "
                 "from the result of load_checkpoint"
@@ -150,7 +150,7 @@ class _Job:
     optimizers: Sequence[Optimizer]
     names: Names
     scheduler: Stateful | None
-    given: Mapping[str, Stateful]
+    given: Mapping[str, Stateful | torch.Generator]
     extra: dict[str, Any] = field(default_factory=dict)
 
     def check(self, facts: Sequence[_Facts], ranks: Ranks) -> None:
@@ -285,7 +285,7 @@ class _Job:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(self._state_for(self.scheduler, "scheduler"))
         for name, value in self.given.items():
-            value.load_state_dict(self._state_for(value, f"extra[{name!r}]"))
+            load_state(value, self._state_for(value, f"extra[{name!r}]"))
         restore_random_state(self.schedule, self.own["random streams"], self.fork)  # last: all of that may draw
 
     @torch.no_grad()

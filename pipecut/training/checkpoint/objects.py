@@ -38,8 +38,18 @@ class Stateful(Protocol):
 
 
 def state_of(value: Any) -> Any:
-    """Return the state of a Stateful object, and another value as it is."""
+    """Return the state of a Stateful object or of a generator, and another value as it is."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     return value.state_dict() if isinstance(value, Stateful) and not isinstance(value, type) else value
+
+
+def load_state(value: Stateful | torch.Generator, state: Any) -> None:
+    """Let an object go on from the state that `state_of` has returned."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    else:
+        value.load_state_dict(state)
 
 
 def serialized(name: str, value: Any, *, checked: bool = False) -> bytes:

@@ -50,6 +50,17 @@ def test_a_job_that_went_back_goes_on_from_where_it_was_last(tmp_path: Path) -> 
     assert load_checkpoint(tmp_path, job.schedule).step == 4
 
 
+def test_a_generator_of_the_user_goes_on(tmp_path: Path) -> None:
+    """That of a data loader, for instance, which has no state_dict()."""
+    job, generator = make_job(1), torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+    save_checkpoint(tmp_path, job.schedule, step=1, extra={"loader": generator})
+    expected = torch.rand(3, generator=generator)
+    other = torch.Generator()
+    load_checkpoint(tmp_path, job.schedule, extra={"loader": other})
+    assert torch.equal(torch.rand(3, generator=other), expected)
+
+
 @pytest.mark.parametrize("failing", ["_write_objects", "_save_tensors", "_complete", "commit"])
 def test_a_save_that_fails_leaves_the_older_one_and_nothing_else(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
