@@ -91,7 +91,7 @@ class PipelineTrainer(Trainer):
         self._loaded_folder = ""
         self._batches = (-1, 0)  # the step that is accumulated, and its batches so far
         self._unfinished: Path | None = None  # where a checkpoint is written, while it is
-        self._writes = Writes(Path(args.output_dir))  # of the checkpoint
+        self._writes = Writes(Path())  # of the checkpoint that is saved last
         self._has_all_weights = True  # False once the stages of other ranks were trained, until they are collected
         super().__init__(model, args, *positional, **options)
         AgreeingCallbacks.adopt(self.callback_handler)
