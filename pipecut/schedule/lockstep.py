@@ -148,7 +148,7 @@ class Lockstep:
 
     def messages_meet(self) -> bool:
         """Return True if all messages are met, each rank doing its own in order and nothing being buffered."""
-        messages, peers, bounds = [], [], [0]
+        messages, peers = [], []
         for rank in range(len(self.plan.actions)):
             op, stage, number = self.columns(rank)
             chosen = np.flatnonzero(op >= _SEND_F)
@@ -157,19 +157,45 @@ class Lockstep:
             if len(other) and (other.min() < 0 or other.max() >= self.stages):
                 return False
             maker = np.where((op == _SEND_F) | (op == _SEND_B), stage, other)
-            backward = (op == _SEND_B) | (op == _RECV_B)
-            messages.append(np.append((backward * self.stages + maker) * self.count + number, -1 - rank))
-            peers.append(np.append(self.rank_of[other], rank).astype(np.int32))
-            bounds.append(bounds[-1] + len(messages[-1]))
-        every, others = np.concatenate(messages), np.concatenate(peers)
-        ends = np.array(bounds[1:]) - 1
-        places = np.array(bounds[:-1])
-        while True:
-            heads = every[places]
-            met = (heads[others[places]] == heads) & (heads >= 0)
-            if not met.any():
-                return bool((places == ends).all())
-            places += met
+            backward = ((op == _SEND_B) | (op == _RECV_B)).astype(np.int64)
+            messages.append(self.flag(backward, maker, number))  # a message is known by the flag of what makes it
+            peers.append(self.rank_of[other].astype(np.int32))
+        return self._follow_a_walk(messages) or _meet_in_turn(messages, peers)
+
+    def _follow_a_walk(self, messages: list[Ints]) -> bool:
+        """Return True if every rank has its messages in the order in which a walk of the computations makes them.
+
+        Then the first one that is left can always be done. It is the order that lowering gives, and takes no longer to
+        check if messages go round through all ranks, where few of them can be done at a time.
+        """
+        rows = [codes[codes >> OP_SHIFT < _SEND_F] for codes in map(codes_of, self.plan.actions)]
+        bare = Lockstep(self.plan.with_actions(CodedRow(array("q", row.tobytes())) for row in rows))
+        rounds = _rounds_of_walk(bare) if bare.note_slots() else None
+        if rounds is None:
+            return False
+        ranks, ends = len(rows), np.zeros(2 * self.stages * self.count, dtype=np.int8)
+        for row in messages:
+            makers = bare.slots[row]
+            order = rounds[makers] * ranks + self.rank_of[row // self.count % self.stages]
+            if (makers < 0).any() or (np.diff(order) <= 0).any():
+                return False
+            ends[row] += 1  # none is twice in a row, and each can be on two ranks only
+        return not (ends == 1).any()
+
+
+def _meet_in_turn(messages: list[Ints], peers: list[npt.NDArray[np.int32]]) -> bool:
+    """Return True if all messages are done, if every rank goes ahead whenever the head of its peer is the same."""
+    lengths = [len(row) + 1 for row in messages]  # with a mark at the end
+    ends = np.cumsum(lengths) - 1
+    places = np.append(0, ends[:-1] + 1)
+    every = np.concatenate([np.append(row, -1 - rank) for rank, row in enumerate(messages)])
+    others = np.concatenate([np.append(row, rank) for rank, row in enumerate(peers)])
+    while True:
+        heads = every[places]
+        met = (heads[others[places]] == heads) & (heads >= 0)
+        if not met.any():
+            return bool((places == ends).all())
+        places += met
 
 
 def goes_together(plan: Plan) -> bool:
@@ -196,11 +222,19 @@ def add_transfers_together(plan: Plan) -> Plan | None:
     steps = Lockstep(plan)
     if not (steps.note_slots() and steps.is_in_order()):
         return None
+    rounds = _rounds_of_walk(steps)
+    return None if rounds is None else plan.with_actions(_merged(steps, rounds))
+
+
+def _rounds_of_walk(steps: Lockstep) -> Ints | None:
+    """Return the round of a walk in which each computation is done; None if the ranks wait for each other.
+
+    A walk goes round after round through the ranks: what an earlier rank does in a round is done when its turn comes,
+    of a later rank only what it did in the round before.
+    """
     makers, later = _makers(steps)
-    # A walk goes round after round through the ranks: what an earlier rank does in a round is done when its turn comes,
-    # of a later rank only what it did in the round before.
     rounds = ends_of(steps.starts, makers, np.where(later, 0.0, -1.0), np.ones(len(makers)))
-    return None if rounds is None else plan.with_actions(_merged(steps, rounds.astype(np.int64)))
+    return None if rounds is None else rounds.astype(np.int64)
 
 
 def _makers(steps: Lockstep) -> tuple[Ints, npt.NDArray[np.bool_]]:

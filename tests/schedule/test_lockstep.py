@@ -112,6 +112,27 @@ def test_a_plan_that_is_wrong_is_never_proven(data: st.DataObject) -> None:
                 simulate(big, COSTS)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_lowered_plans_are_proven_at_once(name: str) -> None:
+    """Messages of 1,024 ranks that go round through all of them took a minute: few can be done at a time."""
+    plan = plan_for(name, ranks=3, microbatches=6)
+    with all_plans_big(), mock.patch("pipecut.schedule.lockstep._meet_in_turn", side_effect=AssertionError):
+        assert coded(plan.lower()).is_proven
+
+
+def test_messages_in_an_order_of_their_own_are_met_in_turn() -> None:
+    """The second activation goes first: no walk makes them so, but both ranks agree. If only one does, they block."""
+    rows = {
+        0: ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"],
+        1: ["1RECV_F0", "1RECV_F1", "1F0", "1F1", "1B0", "1SEND_B0", "1B1", "1SEND_B1"],
+    }
+    late = {**rows, 0: ["0F0", "0F1", "0SEND_F1", "0SEND_F0", *rows[0][4:]], 1: [*rows[1][1::-1], *rows[1][2:]]}
+    circle = {**rows, 0: late[0]}
+    with all_plans_big():
+        for given, expected in ((rows, True), (late, True), (circle, False)):
+            assert coded(Plan.from_actions(given)).is_proven == expected
+
+
 def test_computations_that_wait_for_each_other() -> None:
     rows = {0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F0", "1F1", "1B0", "1B1"]}
     plan = Plan.from_actions(rows)
