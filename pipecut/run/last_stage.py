@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..pipe_ir import as_values, flatten, map_leaves, unflatten
 from ..stage import Flight, PipelineStage, check_merge_spec, full_tensor, merge_chunks
+from ..torch_internals import is_view
 from .inputs import Given
 from .loss import BatchLoss, Losses, Objective, Weighing, check_no_nan
 from .parameters import HeldTensor
@@ -62,10 +63,12 @@ class LastStage:
                 f"the loss needs no gradient, though parameters do: {maker} must not detach the output, nor run under "
                 "torch.no_grad()"
             )
-        # A copy: a reduced loss may lie in a storage as large as the output.
+        # A copy: a reduced loss may lie in a storage as large as the output. Its graph does without that.
         detached = loss.detach()
         kept = (detached if type(detached) is Tensor else full_tensor(detached)).clone()
         state.losses[microbatch] = kept
+        if type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes and not is_view(loss):
+            loss.data = kept
         # The mean of nothing, which has no weight, is NaN, and so would be nothing times its gradient.
         has_weight = not self.scale_gradients or (state.weights or state.samples)[microbatch] > 0
         flight.loss = loss if has_weight else kept

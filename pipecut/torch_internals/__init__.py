@@ -55,6 +55,7 @@ from .modules import forward_hooks as forward_hooks
 from .modules import hooks_of as hooks_of
 from .modules import is_compiled as is_compiled
 from .modules import is_compiled_whole as is_compiled_whole
+from .modules import is_view as is_view
 from .modules import is_wrapped_hook as is_wrapped_hook
 from .modules import keep_keys as keep_keys
 from .modules import make_subclass as make_subclass

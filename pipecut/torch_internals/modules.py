@@ -199,6 +199,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return True if autograd knows a tensor as a view of another one; a detached tensor is none."""
+    return tensor._is_view()
+
+
 def norm_of_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
     """Return the norm of each tensor, as torch.nn.utils.get_total_norm has it before it combines them.
 

@@ -194,6 +194,56 @@ def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
         schedule.step(*problem.args, target=target)
 
 
+class FailingBackward(torch.autograd.Function):
+    """Raises in its second backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: object, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        FailingBackward.calls += 1
+        if FailingBackward.calls == 2:
+            raise ValueError("no gradient today")
+        return gradients[0]
+
+
+def test_an_input_part_that_fails_leaves_gradients_as_they_were() -> None:
+    """The input part of a small stage does all of its backward: that of the microbatch before has left gradients."""
+    problem = chain_problem(2, samples=4)
+    stages = stages_of_chain(problem.model)
+    FailingBackward.calls = 0
+    stages[1].submod.register_forward_hook(lambda *call: FailingBackward.apply(call[2]))
+    schedule = PlannedSchedule(stages, plan_for("ZB-H1", ranks=2, microbatches=2), F.mse_loss)
+    with pytest.raises(StepError, match="no gradient today") as caught:
+        schedule.step(*problem.args, target=problem.target)
+    assert "zero_grad" not in str(caught.value)
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_loss_does_not_keep_memory_as_large_as_the_output(is_view: bool) -> None:
+    """torch reduces into memory of that size, which was held for every microbatch in flight; views stay as they are."""
+    problem = chain_problem(2, samples=4)
+    made: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        made.append(loss[None][0] if is_view else loss)
+        assert made[-1].untyped_storage().nbytes() > made[-1].nbytes
+        return made[-1]
+
+    assert_trains_as_uncut(
+        PlannedSchedule(stages_of_chain(problem.model), plan_for("GPipe", ranks=2, microbatches=2), loss_fn), problem
+    )
+    assert len(made) >= 2
+    kept = [loss.untyped_storage().nbytes() > loss.nbytes for loss in made[:2]]
+    assert kept == [is_view, is_view]
+
+
 def test_an_interruption_stays_one_and_leaves_gradients_as_they_were() -> None:
     problem = chain_problem(2, samples=4)
     calls = []

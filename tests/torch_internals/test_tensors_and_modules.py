@@ -32,6 +32,7 @@ from pipecut.torch_internals import (
     is_composite,
     is_higher_order,
     is_overload,
+    is_view,
     is_wrapped_hook,
     keep_keys,
     make_subclass,
@@ -54,6 +55,7 @@ def test_a_view_shares_the_storage_id_and_the_version() -> None:
     assert storage_id(view) == storage_id(x) != storage_id(other)
     view.add_(1)
     assert (version_of(x), version_of(other)) == (1, 0)
+    assert (is_view(view), is_view(x)) == (True, False)
     with FakeTensorMode():
         fake = torch.zeros(4)
         assert storage_id(fake[1:]) == storage_id(fake) != storage_id(torch.zeros(4))
