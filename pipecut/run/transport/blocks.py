@@ -15,9 +15,11 @@ import torch
 # Bytes that may be on their way to one receiver before the sender waits; one parcel may be larger.
 _LIMIT = 32 * 1024 * 1024
 _AT_LEAST = 64 * 1024
-# A receiver keeps quiet about less than this, unless it has something to send. It is less than the limit, so a sender
+# A receiver keeps quiet about one block, unless it has something to send: of more its sender is told, so that a rank
+# which sends many in a row makes few. A block is also told of from this size on, which is less than the limit: a sender
 # that waits is always told.
-KEPT_QUIET = _LIMIT // 4
+_QUIET_BYTES = _LIMIT // 4
+_QUIET_BLOCKS = 1
 
 
 class _Block:
@@ -95,12 +97,13 @@ class BorrowedBlocks:
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self.returned = 0  # of all that came
-        self._bytes = 0
+        self._told = 0  # of these
+        self._bytes = 0  # of those that the sender was not told of
 
     @property
     def has_news(self) -> bool:
         """True if the sender should hear soon what has been returned."""
-        return self._bytes >= KEPT_QUIET
+        return self.returned - self._told > _QUIET_BLOCKS or self._bytes >= _QUIET_BYTES
 
     def add(self, number: int, descriptor: int) -> None:
         """Map a block that is new."""
@@ -124,7 +127,7 @@ class BorrowedBlocks:
 
     def told(self) -> None:
         """Note that the sender is told of all that has been returned."""
-        self._bytes = 0
+        self._told, self._bytes = self.returned, 0
 
 
 def check_shared_memory() -> None:
