@@ -39,6 +39,8 @@ BENCHMARKS = {
     "balance": 240,
 }
 IN_ALL = 19 * 60
+# What torch's profiler and allocator say about themselves would tear the tables apart.
+_QUIET = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 # Those of `--all`.
 FURTHER = {"checking": 240, "running": 120, "passes": 120, "checkpoints": 180}
 
@@ -77,9 +79,15 @@ def main() -> None:
     names = options.names or [*(known if options.all else BENCHMARKS)]
     console.print(_machine(), highlight=False)
     scale = min(1.0, IN_ALL / sum(known[name] for name in names)) if names == [*BENCHMARKS] else 1.0
-    outcomes = [_run_apart(name, options.rounds, scale * known[name]) for name in names]
-    _show(outcomes)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as by ctrl-C: what runs is ended too
+    outcomes: list[Outcome] = []
+    try:
+        for name in names:
+            outcomes.append(_run_apart(name, options.rounds, scale * known[name]))
+    finally:
+        _show(outcomes)
     if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(_markdown(outcomes, " ".join(["python -m benchmarks", *options.names])))
 
 
@@ -104,7 +112,7 @@ def _run_apart(name: str, rounds: int, limit: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "goals")
         command = [sys.executable, "-m", __package__, name, "--rounds", str(rounds), "--goals-to", str(path)]
-        environment = os.environ | {DEADLINE: str(time.time() + limit), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | _QUIET | {DEADLINE: str(time.time() + limit), "OMP_NUM_THREADS": "1"}
         begin, busy, own = time.monotonic(), _busy_seconds(), _own_seconds()
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
@@ -115,7 +123,8 @@ def _run_apart(name: str, rounds: int, limit: float) -> Outcome:
             _end_with_children(process)
         took, end = time.monotonic() - begin, _busy_seconds()
         others = None if busy is None or end is None else max(0.0, end - busy - _own_seconds() + own) / took
-        goals = [Goal(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        written = path.read_text().split("\n")[:-1] if path.exists() else []  # of a last line there may be a part only
+        goals = [Goal(**json.loads(line)) for line in written]
     if code is None:
         goals.append(Goal("finished in its time, in seconds (it was ended)", took, limit))
     elif code:

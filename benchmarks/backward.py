@@ -88,22 +88,24 @@ def run(rounds: int) -> list[Goal]:
 def measure(case: Case, rounds: int) -> Times:
     """What each side spends on one backward, each on a copy of the stage."""
     modules = {name: copy.deepcopy(case.module) for name in (FULL, SPLIT, UPSTREAM_FULL, UPSTREAM_SPLIT)}
+    weights = StageWeights(modules[SPLIT].parameters())
     backwards: dict[str, Backward] = {
         FULL: _full,
-        SPLIT: functools.partial(_split, StageWeights(modules[SPLIT].parameters())),
+        SPLIT: functools.partial(_split, weights),
         UPSTREAM_FULL: _upstream_full,
         UPSTREAM_SPLIT: functools.partial(_upstream_split, modules[UPSTREAM_SPLIT]),
     }
-    once = _spend(case.module, _full, case.value, repeats=3).total
+    once = _spend(case.module, _full, case.value, 3, weights).total
     repeats = max(1, min(MOST_REPEATS, int(SECONDS_A_ROUND / once)))
     sides = {
-        name: functools.partial(_spend, modules[name], backward, case.value, repeats)
+        name: functools.partial(_spend, modules[name], backward, case.value, repeats, weights)
         for name, backward in backwards.items()
     }
     return in_turn(sides, rounds, case.name)
 
 
-def _spend(module: nn.Module, backward: Backward, value: Tensor, repeats: int) -> Spent:
+def _spend(module: nn.Module, backward: Backward, value: Tensor, repeats: int, weights: StageWeights) -> Spent:
+    weights.refresh()  # as each step of a schedule begins: the hooks that upstream has put on nodes since are not ours
     total = inputs = 0.0
     gradient = torch.ones_like(value)
     for nth in range(repeats + 1):
