@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .memory import is_own_code
+from .structure import holds_same
 
 _MOST = 50_000  # objects that are looked at: a script's globals may hold a data set
 _LARGE = 10_000  # elements of a container that is not looked into
@@ -72,6 +73,8 @@ def _restored_names(
     now: Mapping[Any, Any], before: Mapping[Any, Any], put: Callable[[Any, Any], None], drop: Callable[[Any], None]
 ) -> bool:
     """Put back values by name; new functions, classes and modules stay, for somebody has imported them."""
+    if holds_same(now, before):
+        return False
     changed = [
         name
         for name, value in now.items()
@@ -230,10 +233,6 @@ def _few(copy: Callable[[Any], Any]) -> Callable[[Any], Iterable[Any]]:
     return lambda value: found if len(found := copy(value)) <= _LARGE else ()
 
 
-def _dict_values(value: dict[Any, Any]) -> list[Any]:
-    return list(dict.values(value))
-
-
 _BYTES = 1 << 16  # of an array that is looked into: a larger one is data, and no count
 
 
@@ -266,7 +265,7 @@ _OBJECT = _Kind(_slots, _parts_of_object, _restored_slots)
 _CLASS = _Kind(lambda cls: dict(vars(cls)), _parts_of_class, _restored_class)
 _LRU_CACHE = _Kind(lambda it: it.cache_info().misses, lambda it: (it.__wrapped__,), _cleared_lru_cache)
 _CONTAINERS: tuple[tuple[type, _Kind], ...] = (
-    (dict, _Kind(_copied_dict, _few(_dict_values), _restored_dict)),
+    (dict, _Kind(_copied_dict, _few(lambda it: list(dict.values(it))), _restored_dict)),
     (list, _Kind(list.copy, _few(list.copy), _restored_list)),
     (set, _Kind(set.copy, lambda _: (), _restored_set)),
     (collections.deque, _Kind(_copied_deque, _few(_copied_deque), _restored_deque)),
@@ -293,6 +292,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, types.CodeType, types.BuiltinFunctionType,
     types.FrameType, torch.Tensor, torch.dtype, torch.device, type(_ABSENT),
 )  # fmt: skip
+_PLAIN_CLASSES = frozenset(_PLAIN)  # most values that there are
 
 
 def _kind_of(cls: type) -> _Kind | None:
@@ -378,9 +378,9 @@ class Surroundings:
         while queue and len(seen) < _MOST:
             value = queue.popleft()
             cls = type(value)
-            if cls not in kinds:
-                kinds[cls] = _kind_of(cls)
-            kind = kinds[cls]
+            if cls in _PLAIN_CLASSES:
+                continue
+            kind = kinds[cls] if cls in kinds else kinds.setdefault(cls, _kind_of(cls))
             if id(value) in seen or (kind is _CLASS and is_machinery(value.__module__)):
                 continue
             if kind is not None:

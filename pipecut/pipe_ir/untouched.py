@@ -124,6 +124,8 @@ class Watch(TorchFunctionMode):
             self._raise_kept()
 
     def _survives(self, generation: int) -> bool:
+        if not any(self._is_ours(ref()) for ref in self._made):  # mostly so where nothing refers to itself
+            return False
         gc.collect(generation)
         return any(self._is_ours(ref()) for ref in self._made)
 

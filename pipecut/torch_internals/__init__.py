@@ -50,6 +50,7 @@ from .modules import backward_hooks as backward_hooks
 from .modules import buffers_of as buffers_of
 from .modules import children_of as children_of
 from .modules import default_generators as default_generators
+from .modules import depends_on_data as depends_on_data
 from .modules import fake_mode_with_numbers as fake_mode_with_numbers
 from .modules import forward_hooks as forward_hooks
 from .modules import hooks_of as hooks_of
@@ -73,8 +74,10 @@ from .patches import intercepted_checkpoints as intercepted_checkpoints
 from .patches import intercepted_differentiation as intercepted_differentiation
 from .patches import intercepted_functions as intercepted_functions
 from .patches import parameters_prepared as parameters_prepared
+from .patches import reported_conditions as reported_conditions
 from .patches import reported_hooks as reported_hooks
 from .patches import seen_as_export as seen_as_export
+from .patches import sizes_from_data_known as sizes_from_data_known
 from .patches import sizes_of_one_traced as sizes_of_one_traced
 from .patches import stand_ins_reported as stand_ins_reported
 from .patches import tensors_not_copied as tensors_not_copied
@@ -89,6 +92,7 @@ from .tracing import SET_GRAD_ENABLED as SET_GRAD_ENABLED
 from .tracing import asks_for_plain_number as asks_for_plain_number
 from .tracing import assume as assume
 from .tracing import is_composite as is_composite
+from .tracing import is_from_data as is_from_data
 from .tracing import is_higher_order as is_higher_order
 from .tracing import is_overload as is_overload
 from .tracing import is_transforming as is_transforming

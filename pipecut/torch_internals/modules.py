@@ -236,6 +236,15 @@ def fake_mode_with_numbers() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+def depends_on_data(tensor: Tensor) -> bool:
+    """Return True for a tensor without memory whose values are not known; those of a constant are.
+
+    >>> depends_on_data(torch.ones(2))
+    False
+    """
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 def default_generators() -> list[torch.Generator]:
     """Return the generators that random operations draw from by default, of all devices that have been used."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

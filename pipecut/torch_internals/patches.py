@@ -7,6 +7,7 @@ non-reentrant checkpoints, `copy.deepcopy` of tensors, the registration of param
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils.hooks import RemovableHandle
 
 
@@ -186,6 +188,56 @@ def stand_ins_reported(note: Callable[[Any], None]) -> Iterator[None]:
         replaced(torch.SymInt, "__init__", start_and_report),
     ):
         yield
+
+
+@contextlib.contextmanager
+def reported_conditions(
+    on_branch: Callable[[Any, types.FrameType], bool | None], on_check: Callable[[Any, str, types.FrameType], None]
+) -> Iterator[None]:
+    """Call `on_branch` with a condition on numbers from tensors that code branches by, for an answer if it has one.
+
+    `on_check` gets those of torch._check and the like, with the name of the error. Numbers pass no mode of torch
+    functions, and a tracer holds no more of torch._check than that it may rely on it.
+    """
+    decide, check = torch.SymBool.__bool__, torch._check_with
+
+    def decide_or_ask(condition: torch.SymBool) -> bool:
+        try:
+            return bool(decide(condition))  # type: ignore[no-untyped-call]
+        except GuardOnDataDependentSymNode:
+            answer = on_branch(condition, sys._getframe(1))
+            if answer is None:
+                raise
+            return answer
+
+    def check_and_report(error: type[Exception], condition: Any, message: Any) -> None:
+        if isinstance(condition, torch.SymBool) and free_unbacked_symbols(condition):
+            on_check(condition, error.__name__, sys._getframe(1))
+        check(error, condition, message)
+
+    with replaced(torch.SymBool, "__bool__", decide_or_ask), replaced(torch, "_check_with", check_and_report):
+        yield
+
+
+@contextlib.contextmanager
+def sizes_from_data_known() -> Iterator[None]:
+    """Let operators be traced of which torch does not say what they return where a size depends on the data.
+
+    Of those that public torch marks so, a loss of sequences is the one without a rule. No public function takes a rule
+    back.
+    """
+    with torch.library._scoped_library("aten", "FRAGMENT") as rules:
+        torch.library.register_fake("aten::_ctc_loss.Tensor", _sequence_loss, lib=rules)
+        yield
+
+
+def _sequence_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return stand-ins for the loss of each sequence, and for what its gradient needs, at its largest.
+
+    The second never leaves the operator around this one, `ctc_loss`, which is what a trace has.
+    """
+    length, samples = scores.shape[0], scores.shape[1:-1]
+    return scores.new_empty(samples), scores.new_empty((*(samples or (1,)), length, 2 * targets.shape[-1] + 1))
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

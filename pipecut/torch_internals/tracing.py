@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as _pytree
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import autocast_mode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.printers import PythonPrinter
 
 pytree = _pytree  # types that users have registered are known to this module alone
@@ -81,6 +82,14 @@ def watch_size_decisions(
 def is_transforming() -> bool:
     """Return True inside a transform of torch.func, whose tensors are wrappers without memory of their own."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_from_data(number: Any) -> bool:
+    """Return True for a symbolic number that was computed from values of tensors, also if it has become known since.
+
+    Public torch shows a number as it is known now.
+    """
+    return bool(free_unbacked_symbols(number.node._expr))
 
 
 def let_go(shape_env: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecut import SplitError, SplitPoint, TraceError, pipeline
-from pipecut.pipe_ir.tracing.run import FoldCertainRandomBranches
+from pipecut.pipe_ir.tracing.branches import AnsweredBranches
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from pipecut.pipe_ir.tracing.run import FoldCertainRandomBranches
     ],
 )  # fmt: skip
 def test_certain(compare: Any, bound: float, answer: bool) -> None:
-    with FoldCertainRandomBranches():
+    with AnsweredBranches():
         for _ in range(5):
             assert bool(compare(torch.rand([]), bound)) is answer
     assert compare(torch.tensor(0.5), bound).item() is answer  # the real comparison says the same
@@ -36,12 +36,12 @@ def test_uncertain_ones_are_left_alone(bound: float) -> None:
     torch.manual_seed(0)
     expected = [bool(torch.rand([]) < bound) for _ in range(20)]
     torch.manual_seed(0)
-    with FoldCertainRandomBranches():
+    with AnsweredBranches():
         assert [bool(torch.rand([]) < bound) for _ in range(20)] == expected
 
 
 def test_only_single_random_numbers_are_known() -> None:
-    with FoldCertainRandomBranches():
+    with AnsweredBranches():
         assert bool(torch.tensor(-1.0) < 0.0)
         assert not bool((torch.rand(3) < 0.0).any())
 

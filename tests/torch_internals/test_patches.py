@@ -17,13 +17,16 @@ from pipecut.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     ambient_modes,
+    fake_mode_with_numbers,
     intercepted_checkpoints,
     intercepted_differentiation,
     intercepted_functions,
     parameters_prepared,
     references_to,
+    reported_conditions,
     reported_hooks,
     seen_as_export,
+    sizes_from_data_known,
     sizes_of_one_traced,
     stand_ins_reported,
     tensors_not_copied,
@@ -274,3 +277,35 @@ def test_references_from_python_are_counted_and_those_of_autograd_are_not() -> N
     del square, view
     counts.append(references_to(tensors[0]))
     assert [count - counts[0] for count in counts] == [0, 0, len(held), len(held)]
+
+
+def test_conditions_on_numbers_from_tensors_are_reported() -> None:
+    asked: list[str] = []
+
+    def answer(condition: Any, frame: Any) -> bool | None:
+        asked.append(frame.f_code.co_name)
+        return None if len(asked) > 1 else True
+
+    checked: list[str] = []
+    with fake_mode_with_numbers(), reported_conditions(answer, lambda *found: checked.append(found[1])):
+        number = torch.ones(3).max().item()
+        assert bool(number > 2)
+        with pytest.raises(Exception, match="data-dependent"):
+            bool(number > 3)
+        torch._check(number > 4)
+        torch._check(len(asked) == 2)  # not from a tensor
+    assert asked == ["test_conditions_on_numbers_from_tensors_are_reported"] * 2
+    assert checked == ["RuntimeError"]
+
+
+def test_a_loss_of_sequences_can_be_traced_for_a_while() -> None:
+    def loss() -> Tensor:
+        scores = torch.ones(7, 2, 5, requires_grad=True).log_softmax(-1)
+        return nn.functional.ctc_loss(scores, torch.ones(2, 3).long(), torch.tensor([7, 7]), torch.tensor([3, 2]))
+
+    with fake_mode_with_numbers():
+        with sizes_from_data_known():
+            assert loss().shape == ()
+        with pytest.raises(Exception, match="ctc_loss"):
+            loss()
+    assert loss().isfinite()

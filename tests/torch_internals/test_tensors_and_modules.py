@@ -24,12 +24,14 @@ from pipecut.torch_internals import (
     buffers_of,
     children_of,
     default_generators,
+    depends_on_data,
     fake_mode_with_numbers,
     forward_hooks,
     hooks_of,
     is_compiled,
     is_compiled_whole,
     is_composite,
+    is_from_data,
     is_higher_order,
     is_overload,
     is_view,
@@ -228,3 +230,15 @@ def test_random_operations_draw_from_the_default_generators_but_not_without_memo
     with fake_mode_with_numbers():
         torch.rand(2)
     assert torch.equal(first.get_state(), before)
+
+
+def test_values_and_numbers_from_data_are_told_from_known_ones() -> None:
+    with fake_mode_with_numbers():
+        assert not depends_on_data(torch.tensor(3))
+        x = torch.ones(3)
+        assert depends_on_data(x)
+        is_three = x.sum().int().item() == 3
+        assert is_from_data(is_three)
+        torch._check(is_three)
+        assert str(is_three.node.expr) == "True"
+        assert is_from_data(is_three)

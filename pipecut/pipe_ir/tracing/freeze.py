@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ...torch_internals import storage_id
+from ...torch_internals import is_from_data, storage_id
 from ..inputs import Example, active_autocast
 from ..operators import Modes, is_mark, operator_of, returned_argument, written_arguments
 from ..sizes.equal import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
 from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
+from .branches import is_check
 from .recorder import Recorder
 from .records import OpenSpan, RecordedNode, RecordedTensor, line_of
 
@@ -183,6 +184,7 @@ class _Operations:
         self._device = device
         self._all: list[_OpenOperation] = []
         self._data_numbers: dict[Any, int] = {}
+        self._checked = _checked_numbers(run.nodes)
 
     def finished(self) -> tuple[Operation, ...]:
         """Return the operations as they are in the end."""
@@ -190,7 +192,7 @@ class _Operations:
 
     def note(self, recorded: RecordedNode, tick: int) -> None:
         """Read the next node: a size, a change of modes, or an operation."""
-        if isinstance(recorded.value, SYMBOLIC):
+        if isinstance(recorded.value, SYMBOLIC) and recorded.node not in self._checked:
             number = self.symbols.number(recorded.value)
             if number is not None:
                 self.numbers[recorded.node] = number if isinstance(number, int) else Size(number)
@@ -382,3 +384,13 @@ def _device(model: nn.Module, example: Example) -> torch.device:
     if any(tensor.device.type == "meta" for tensor in state):
         return torch.device("cpu")  # the device of the stand-ins that a model without memory is traced with
     return next((tensor.device for tensor in (*example.tensors, *state)), torch.device("cpu"))
+
+
+def _checked_numbers(nodes: Sequence[RecordedNode]) -> set[Node]:
+    """Return the numbers from data that a check of the model's own needs, though what it checks is known since."""
+    found: set[Node] = set()
+    for each in reversed(nodes):
+        if each.node in found or (each.op == "call_function" and is_check(each.target)):
+            numbers = (node for node in each.node.all_input_nodes if isinstance(node.meta.get("val"), SYMBOLIC))
+            found |= {node for node in numbers if is_from_data(node.meta["val"])}
+    return found

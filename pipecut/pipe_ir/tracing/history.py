@@ -26,6 +26,7 @@ from ...torch_internals import (
 from ..operators import is_mark
 from ..structure import flatten, nested_tensors
 from ..traced import PLAIN_TYPES, Template
+from .branches import is_check
 from .events import (
     SYMBOLIC,
     Called,
@@ -240,7 +241,7 @@ class HistoryRecorder(TorchFunctionMode):
             written = [tensor for tensor, was in zip(used, versions, strict=True) if _version(tensor) != was]
             handed_on = self.handed_on(func, result, used, written)
             made = list(nested_tensors(handed_on))
-            if made or written or is_mark(func):
+            if made or written or is_mark(func) or is_check(func):
                 same = {self.numbers.new(handed_on): self.numbers.of(result)} if handed_on is not result else {}
                 self._note_call(func, (args, kwargs), used, made, written, same)
                 if self.recording is not None:

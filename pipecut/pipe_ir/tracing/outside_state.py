@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...torch_internals import buffers_of, parameters_of
+from ..structure import holds_same
 from ..surroundings import Place, Surroundings, attributes_of
 from .events import KeptValue
 from .records import is_users_code
@@ -31,8 +32,14 @@ def changed_places(surroundings: Surroundings, model: nn.Module) -> list[Place]:
     return [
         place
         for place, before in surroundings.places()
-        if id(place.holder) not in own and next(_changed_names(before, place.read()), _SAME) is not _SAME
+        if id(place.holder) not in own and _is_changed(before, place.read())
     ]
+
+
+def _is_changed(before: Any, now: Any) -> bool:
+    if isinstance(before, dict) and isinstance(now, dict) and holds_same(now, before):
+        return False
+    return next(_changed_names(before, now), _SAME) is not _SAME
 
 
 NUMBER = "a number that changes from call to call"
@@ -338,11 +345,13 @@ def watched_sources(places: Iterable[tuple[Place, Any]], on_use: Callable[[str],
     }
     known = [_Names(dict(own), own.get, own.__setitem__) for own in _standard_library()]
     known += [_Names.in_place(place, values) for place, values in places if isinstance(values, dict)]
+    kinds = {type(value) for names in known for value in names.values.values()}
+    asked = {kind for kind in kinds if kind is types.BuiltinFunctionType or _is_iterator(kind)}
     replaced = [
         (names, name, value, made)
         for names in known
         for name, value in names.values.items()
-        if (made := _stand_in(value, sources, on_use)) is not None and names.get(name) is value
+        if type(value) in asked and (made := _stand_in(value, sources, on_use)) is not None and names.get(name) is value
     ]
     try:
         for names, name, _, made in replaced:
@@ -383,10 +392,7 @@ def _system_functions() -> list[Callable[..., Any]]:
 def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str], None]) -> Any:
     if type(value) is types.BuiltinFunctionType:
         return sources.get(value)
-    kind: Any = type(value)
-    if _is_iterator(kind):
-        return _WatchedIterator(value, functools.partial(on_use, "an iterator"))
-    return None
+    return _WatchedIterator(value, functools.partial(on_use, "an iterator"))
 
 
 def _is_iterator(cls: type) -> bool:

@@ -16,73 +16,24 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import PipeError, TraceError
-from ...torch_internals import backward_hooks, forward_hooks, sizes_of_one_traced
+from ...torch_internals import backward_hooks, forward_hooks, sizes_from_data_known, sizes_of_one_traced
 from ..copies import clone, stand_in_for_meta
 from ..inputs import Example, bind_inputs, enlarged, objects_kept, read_example, sizes_of_one, with_fixed
 from ..sizes.dynamic import Dynamic, DynamicDims
 from ..traced import Opaque, Template, TracedModel
 from ..untouched import Watch, run_untouched
+from .branches import AnsweredBranches
 from .events import Repeats
 from .freeze import freeze
 from .history import HistoryRecorder
 from .recorder import Recorder
-from .records import UntraceableError, place_of, user_line
+from .records import UntraceableError, place_of
 from .repeats import DivergedError
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-# Modes of torch functions that are active while a model is traced.
-
-
-# Of a number in [0, 1): what is known of a comparison with a bound, if that is at or beyond an end.
-_COMPARISONS: dict[Any, Callable[[float], bool | None]] = {}
-for _names, _answer in {
-    ("lt", "less", "__lt__"): lambda bound: False if bound <= 0 else True if bound >= 1 else None,
-    ("le", "less_equal", "__le__"): lambda bound: False if bound < 0 else True if bound >= 1 else None,
-    ("gt", "greater", "__gt__"): lambda bound: True if bound < 0 else False if bound >= 1 else None,
-    ("ge", "greater_equal", "__ge__"): lambda bound: True if bound <= 0 else False if bound >= 1 else None,
-}.items():
-    for _name in _names:
-        for _owner in (torch, Tensor):
-            if hasattr(_owner, _name):
-                _COMPARISONS[getattr(_owner, _name)] = _answer
-
-
-class FoldCertainRandomBranches(TorchFunctionMode):
-    """Answers `if` for comparisons of `torch.rand([])` whose outcome is certain: `torch.rand([]) < 0.0` is never true.
-
-    Models write layer dropout like that, and most configurations leave its probability at 0. With any other the way
-    through the model is not known until it runs, and no trace can hold it.
-
-    >>> with FoldCertainRandomBranches():
-    ...     bool(torch.rand([]) < 0.0), bool(torch.rand([]) < 1)
-    (False, True)
-    """
-
-    def __init__(self, on_answer: Callable[[str], None] = lambda line: None) -> None:
-        super().__init__()
-        self._on_answer = on_answer
-        self._chances = WeakIdKeyDictionary()
-        self._answers = WeakIdKeyDictionary()
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__bool__ and args[0] in self._answers:
-            self._on_answer(user_line())
-            return self._answers[args[0]]
-        result = func(*args, **(kwargs or {}))
-        if func is torch.rand and result.dim() == 0:
-            self._chances[result] = None
-        elif func in _COMPARISONS and args[0] in self._chances and isinstance(args[1], int | float):
-            answer = _COMPARISONS[func](args[1])
-            if answer is not None:
-                self._answers[result] = answer
-        return result
 
 
 class _TraceNoopContiguous(TorchFunctionMode):
@@ -130,7 +81,8 @@ class _TraceFinished(BaseException):
 @contextlib.contextmanager
 def own_code(watch: Watch, history: HistoryRecorder, on_answer: Callable[[str], None]) -> Iterator[None]:
     """Run the model's own code, and nothing else: what torch does around it goes through no mode."""
-    with watch, FoldCertainRandomBranches(on_answer), _TraceNoopContiguous(), history:
+    branches = AnsweredBranches(on_answer, history.listens)  # the first to see a function: the history gets its checks
+    with watch, sizes_from_data_known(), _TraceNoopContiguous(), history, branches, branches.of_numbers():
         yield
 
 
