@@ -105,6 +105,17 @@ def views(block: Block, x: Tensor) -> Tensor:
     return torch.cat([second, first], dim=-1).unsqueeze(0).expand(2, -1, -1)[1]
 
 
+def makes_a_buffer(block: Block, x: Tensor) -> Tensor:
+    if block.table is None:
+        block.table = torch.arange(WIDTH, dtype=x.dtype)
+    return x + block.table
+
+
+def forget_tables(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.table = None
+
+
 def swallows_errors(block: Block, x: Tensor) -> Tensor:
     try:
         return x.tanh() if block.index != 1 else x.sigmoid()
@@ -112,7 +123,35 @@ def swallows_errors(block: Block, x: Tensor) -> Tensor:
         return x
 
 
+def hands_over_a_closure(block: Block, x: Tensor) -> Tensor:
+    """The function was compared by its name."""
+    scale = 1 + block.index
+    distance = F.triplet_margin_with_distance_loss(
+        x, 2 * x, 3 * x, distance_function=lambda a, b: ((a - b) * scale).norm(dim=1)
+    )
+    return x * distance
+
+
+def doubled_by_a_global(x: Tensor) -> Tensor:
+    return x * STATE.factor
+
+
+TORCH_FUNCTION = torch.overrides.wrap_torch_function(lambda x: (x,))(doubled_by_a_global)
+
+
+def overridable_function(block: Block, x: Tensor) -> Tensor:
+    """The body of such a function was taken to depend on its arguments alone."""
+    STATE.factor = 1 + block.index
+    return TORCH_FUNCTION(x)
+
+
+def list_or_tuple(block: Block, x: Tensor) -> Tensor:
+    """As an index, one of them takes rows, and the other one element."""
+    return x + x[[0, 1] if block.index % 2 else (0, 1)].sum()
+
+
 STEPS = (
+    hands_over_a_closure, overridable_function, list_or_tuple,
     plain, by_index, by_global_counter, by_rare_counter, by_last_digit, condition_on_size, keeps_its_result,
     reads_the_one_before, writes_in_place, in_other_modes, checkpointed, batch_norm, views, swallows_errors,
 )  # fmt: skip
@@ -228,7 +267,26 @@ def same_block(model: Stack) -> None:
     model.blocks[3] = model.blocks[1]
 
 
+def share_a_layer(model: Stack) -> None:
+    """Its calls were copied to paths that no module has."""
+    for block in model.blocks:
+        block.inner = model.blocks[0].inner
+
+
+def share_an_activation(model: Stack) -> None:
+    for block in model.blocks:
+        block.act = model.blocks[0].act
+
+
+def share_and_own(model: Stack) -> None:
+    """The first block calls one module twice, where the others call two."""
+    act = model.blocks[0].act
+    for block in model.blocks:
+        block.step = lambda block, x: act(x)
+
+
 DIFFERENCES = (
+    share_a_layer, share_an_activation, share_and_own,
     set_flag, set_rate, set_scale, freeze, freeze_first, tie, tie_inside, other_buffer, other_layout, other_dtype,
     adapter, other_mode, other_method, other_class, without_mask, same_tensor_twice, changed_argument, written_result,
     written_argument, called_twice, same_block,
@@ -253,7 +311,7 @@ def reset() -> None:
     STATE.count, STATE.kept = 0, []
 
 
-@pytest.mark.parametrize("step", sampled(STEPS, lambda step: step in (by_index, by_rare_counter)))
+@pytest.mark.parametrize("step", sampled(STEPS, lambda step: step in (by_index, by_rare_counter, hands_over_a_closure)))
 def test_a_trace_of_repeated_blocks_is_that_of_all(
     step: Callable[[Block, Tensor], Tensor], copied: collections.Counter[str]
 ) -> None:
@@ -273,7 +331,7 @@ def test_a_block_that_differs_gets_its_own_trace(
 TRAINED = [change for change in (*DIFFERENCES, *STEPS) if change is not other_dtype]
 
 
-@pytest.mark.parametrize("differ", sampled(TRAINED, lambda change: change is tie))
+@pytest.mark.parametrize("differ", sampled(TRAINED, lambda change: change in (tie, share_a_layer, list_or_tuple)))
 def test_gradients_of_repeated_blocks_are_those_of_the_model(differ: Any, copied: collections.Counter[str]) -> None:
     model = Stack(differ) if differ in STEPS else Stack()
     if differ in DIFFERENCES:
@@ -295,6 +353,22 @@ def test_a_block_that_decides_by_its_place_is_computed_and_the_others_copied(
     traced_in_both_ways(Stack(by_index), (torch.randn(3, WIDTH),), reset=reset)
     assert copied["blocks.2"] == 0
     assert copied["blocks.3"] >= 1
+
+
+def test_blocks_that_share_a_module_are_copied(copied: collections.Counter[str]) -> None:
+    model = Stack()
+    share_an_activation(model)
+    traced_in_both_ways(model, (torch.randn(3, WIDTH),), reset=reset)
+    assert copied == {f"blocks.{block}": 3 for block in (1, 2, 3)}
+
+
+def test_a_buffer_that_a_forward_makes(copied: collections.Counter[str]) -> None:
+    """It has no number, and was looked up by its name."""
+    model = Stack(makes_a_buffer)
+    model.call = lambda stack, block, x, mask: block(block(x, mask), mask)
+    for block in model.blocks:
+        block.register_buffer("table", None)
+    traced_in_both_ways(model, (torch.randn(3, WIDTH),), reset=lambda: forget_tables(model))
 
 
 def test_of_modules_inside_each_other_those_are_repeated_that_save_most() -> None:

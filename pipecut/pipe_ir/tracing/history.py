@@ -7,6 +7,7 @@ too, so that what a forward does when it runs again can be compared with it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,11 +131,14 @@ class HistoryRecorder(TorchFunctionMode):
         if not self._repeated.may_repeat(path):
             return
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        state = {
-            name: self._state[f"{path}.{name}"]
+        names = [
+            name
             for named in (module.named_parameters, module.named_buffers)
             for name, _ in named(remove_duplicate=False)
-        }
+        ]
+        if any(f"{path}.{name}" not in self._state for name in names):
+            return  # a buffer that the forward has made
+        state = {name: self._state[f"{path}.{name}"] for name in names}
         known = self._repeated.begin(path, tensors, flat, state, len(self._events), len(self._open) - 1, self.numbers)
         if known is None:
             return
@@ -222,10 +226,10 @@ class HistoryRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tuple(args), kwargs or {}  # torch sometimes hands over a list
         if self._paused or not self._open:
             return func(*args, **kwargs)
-        if wraps_for_vmap(func) or not self.listens():
+        if wraps_for_vmap(func) or not self.listens() or _runs_users_code(func, types):
             self.cannot_be_repeated()
             return func(*args, **kwargs)
         self.before_call()
@@ -330,14 +334,17 @@ class HistoryRecorder(TorchFunctionMode):
             self._note("a torch.Generator, whose state a trace does not follow")
         if isinstance(value, nn.Module):
             path = self._paths.get(id(vars(value)))
-            if path is not None and self.following is not None:
-                path = self.following.module_path(path)
-            return ("module", type(value).__name__ if path is None else path)
+            if path is not None:
+                return ("module", path if self.following is None else self.following.module_path(path))
         if isinstance(value, tuple | list):
-            return tuple(map(self.frozen, value))
+            return _CONVERSIONS[tuple if isinstance(value, tuple) else list](value, self.frozen)
         if isinstance(value, PLAIN_TYPES):
             return (type(value).__name__, repr(value))
         self._is_opaque = True
+        if isinstance(value, nn.Module):
+            return ("module", type(value).__name__)
+        if isinstance(value, types.FunctionType):  # one that is defined in a forward is another object in every call
+            return ("function", value.__qualname__)
         if type(value).__module__ == "numpy":
             return ("numpy", repr(getattr(value, "tolist", lambda: value)()))
         return ("object", type(value).__name__)
@@ -353,7 +360,7 @@ class TraceHistory(HistoryRecorder):
 
 _CONVERSIONS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {
     tuple: lambda value, frozen: tuple(map(frozen, value)),
-    list: lambda value, frozen: tuple(map(frozen, value)),
+    list: lambda value, frozen: ("list", *map(frozen, value)),  # as an index it means something else
     dict: lambda value, frozen: tuple((repr(key), frozen(item)) for key, item in value.items()),
     slice: lambda value, frozen: ("slice", frozen(value.start), frozen(value.stop), frozen(value.step)),
     bool: lambda value, frozen: ("bool", value),
@@ -361,9 +368,14 @@ _CONVERSIONS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {
     float: lambda value, frozen: ("float", f"{value:.15g}"),
     str: lambda value, frozen: ("str", value),
     type(None): lambda value, frozen: None,
-    # A function that is defined in a forward is another object in every call.
-    types.FunctionType: lambda value, frozen: ("function", value.__qualname__),
 }
+
+
+def _runs_users_code(func: Any, kinds: Sequence[type]) -> bool:
+    """Return True if code of the user's may run below a torch function, where nothing is compared."""
+    functions = (inspect.unwrap(func), *(kind.__torch_function__ for kind in kinds))
+    codes = (getattr(each, "__code__", None) for each in functions)
+    return any(code is not None and is_users_code(code.co_filename) for code in codes)
 
 
 def _version(tensor: Tensor) -> int:

@@ -146,6 +146,7 @@ class Follower:
     def __init__(self, call: RecordedCall, path: str, numbers: Numbers) -> None:
         self.call, self.path, self._numbers = call, path, numbers
         self.nth_calls: list[int] = []
+        self._paths: dict[str, str] = {}  # of modules of this call, by those of the other; the same if they share one
         self.own: dict[int, Tensor] = {}  # tensors of this call, by the numbers that stand for them in the other
         self._number_of: dict[int, int] = {}  # these numbers, by the ids of the tensors
         self._memories: dict[int, int] = {}
@@ -164,7 +165,8 @@ class Follower:
         for number, tensor in pairs:
             memory = numbers.storage(numbers.tensors[number]), numbers.storage(tensor)
             if (
-                self.own.setdefault(number, tensor) is not tensor
+                spec_of(numbers.tensors[number]) != spec_of(tensor)
+                or self.own.setdefault(number, tensor) is not tensor
                 or self._number_of.setdefault(id(tensor), number) != number
                 or self._memories.setdefault(*memory) != memory[1]
             ):
@@ -206,13 +208,16 @@ class Follower:
                 return -1  # of the other call itself
         return number
 
-    def module_path(self, path: str) -> str:
-        """Return the path of a module in the other call."""
+    def module_path(self, path: str) -> str | None:
+        """Return the path of a module in the other call; None for one that is no counterpart of another."""
         inside = path == self.path or path.startswith(f"{self.path}.")
-        return self.call.path + path[len(self.path) :] if inside else path
+        other = self.call.path + path[len(self.path) :] if inside else path
+        return other if self._paths.setdefault(other, path) == path else None
 
     def own_path(self, path: str) -> str:
         """Return the path of a module of the other call in this one."""
+        if path in self._paths:
+            return self._paths[path]
         inside = path == self.call.path or path.startswith(f"{self.call.path}.")
         return self.path + path[len(self.call.path) :] if inside else path
 
