@@ -373,7 +373,7 @@ _CONVERSIONS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 def _runs_users_code(func: Any, kinds: Sequence[type]) -> bool:
     """Return True if code of the user's may run below a torch function, where nothing is compared."""
-    functions = (inspect.unwrap(func), *(kind.__torch_function__ for kind in kinds))
+    functions = (inspect.unwrap(func), *(getattr(kind, "__torch_function__", None) for kind in kinds))
     codes = (getattr(each, "__code__", None) for each in functions)
     return any(code is not None and is_users_code(code.co_filename) for code in codes)
 
