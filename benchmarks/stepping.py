@@ -74,14 +74,15 @@ class Setting:
 
 
 Times = dict[str, list[float]]  # seconds of every round, for each side
+Computed = list[tuple[Op, int, float]]  # computations by kind and stage, with their seconds
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times, and the makespans that the simulator gives for the measured costs of some sides."""
+    """Times, and the makespans that the simulator gives for the measured costs of some sides, of every round too."""
 
     times: Times
-    simulated: Mapping[str, float]
+    simulated: Times
 
 
 def run(rounds: int) -> Iterator[Goal]:
@@ -106,7 +107,7 @@ def _show_steps(ranks: int, settings: list[Setting], rounds: int) -> list[Goal]:
         what = f"{setting.schedule}, {ranks} ranks, {load.name}"
         ratio, least = median_ratio(ours, upstream), min(ours) / min(upstream)
         goals.append(Goal(f"{what}: of upstream's time", ratio, load.limit))
-        of_limit = {side: statistics.median(result.times[side]) / limit for side, limit in result.simulated.items()}
+        of_limit = {side: median_ratio(result.times[side], limits) for side, limits in result.simulated.items()}
         goals += [Goal(f"{what}: {side}, of the simulated time", each, OF_SIMULATED) for side, each in of_limit.items()]
         times = milliseconds(ours), milliseconds(upstream)
         rows.append(
@@ -123,7 +124,7 @@ def _show_gains(result: Result, rounds: int) -> list[Goal]:
     rows, goals = [], []
     for name in (PUT_OFF, SEARCHED):
         executed = median_ratio(result.times[name], result.times[FIRST])
-        simulated = result.simulated[name] / result.simulated[FIRST]
+        simulated = median_ratio(result.simulated[name], result.simulated[FIRST])
         rows.append([name, milliseconds(result.times[name]), f"{executed:.3f}", f"{simulated:.3f}"])
         goals.append(Goal(f"{name} beside 1F1B, {GAIN.name}: executed, of simulated", executed / simulated, OF_GAIN))
     columns = ["schedule", "ms", "of 1F1B's time, executed", "simulated"]
@@ -157,11 +158,12 @@ def _compare(setting: Setting, rounds: int) -> Result:
     if load != OVERHEAD:
         schedules[TRACED] = _traced_schedule(setting, copy.deepcopy(model), held, stages)
     upstream = upstream_schedule(setting, copy.deepcopy(modules), held, stages)
-    times = _time_in_turn({**schedules, UPSTREAM: upstream}, load, held, stages, rounds)
     if load == OVERHEAD:
-        return Result(times, {})
-    costs = {name: _measured_costs([schedule], load, held, stages) for name, schedule in schedules.items()}
-    return Result(times, {name: simulate(plan, each).makespan for name, each in costs.items()})
+        return Result(_time_in_turn({**schedules, UPSTREAM: upstream}, load, held, stages, rounds), {})
+    computed: dict[str, list[Computed]] = {name: [] for name in schedules}
+    times = _time_in_turn({**schedules, UPSTREAM: upstream}, load, held, stages, rounds, computed)
+    costs = {name: _costs_of(each, stages) for name, each in computed.items()}
+    return Result(times, {name: [simulate(plan, one).makespan for one in each] for name, each in costs.items()})
 
 
 def _compare_gains(load: Load, rounds: int) -> Result:
@@ -183,11 +185,21 @@ def _compare_gains(load: Load, rounds: int) -> Result:
     schedules[SEARCHED] = _planned_schedule(plans[SEARCHED], copy.deepcopy(model[rank]), rank)
     times = _time_in_turn(schedules, load, (rank,), ranks, 2 * rounds)
     costs = _measured_costs([*schedules.values()], load, (rank,), ranks)
-    return Result(times, {name: simulate(plan, costs).makespan for name, plan in plans.items()})
+    return Result(times, {name: [simulate(plan, costs).makespan] for name, plan in plans.items()})
 
 
-def _time_in_turn(schedules: Mapping[str, Any], load: Load, held: tuple[int, ...], stages: int, rounds: int) -> Times:
-    """Seconds of steps, from when all ranks begin until all are done, after some that do not count."""
+def _time_in_turn(
+    schedules: Mapping[str, Any],
+    load: Load,
+    held: tuple[int, ...],
+    stages: int,
+    rounds: int,
+    computed: Mapping[str, list[Computed]] | None = None,
+) -> Times:
+    """Seconds of steps, from when all ranks begin until all are done, after some that do not count.
+
+    Those in `computed` run another step each, under the same conditions, whose computations are added there.
+    """
     names = list(schedules)
     times: Times = {name: [] for name in names}
     for nth in range(-WARM_UP, rounds):
@@ -198,6 +210,8 @@ def _time_in_turn(schedules: Mapping[str, Any], load: Load, held: tuple[int, ...
             dist.barrier()
             if nth >= 0:
                 times[name].append(time.perf_counter() - begin)
+            if nth >= 0 and computed is not None and name in computed:
+                computed[name].append(_computations(schedules[name], load, held, stages))
     return times
 
 
@@ -250,18 +264,30 @@ def upstream_schedule(setting: Setting, modules: list[nn.Module], held: tuple[in
 
 def _measured_costs(schedules: Sequence[Any], load: Load, held: tuple[int, ...], stages: int) -> Costs:
     """The mean time of every computation on its stage, over some steps and the schedules that have it."""
-    spans: list[Span] = []
-    for schedule in [*schedules] * TRACED_STEPS:
-        schedule.tracing = True
-        _step(schedule, load, held, stages)
-        spans += schedule.trace()
-        schedule.tracing = False
+    steps = [_computations(schedule, load, held, stages) for schedule in [*schedules] * TRACED_STEPS]
+    return _costs_of([[entry for step in steps for entry in step]], stages)[0]
+
+
+def _computations(schedule: Any, load: Load, held: tuple[int, ...], stages: int) -> Computed:
+    """Run a step, and return the kind, the stage and the seconds of each of its computations on this rank."""
+    schedule.tracing = True
+    _step(schedule, load, held, stages)
+    spans: list[Span] = schedule.trace()
+    schedule.tracing = False
     # A forward and a backward that overlap are one computation in two stages; each of them is there on its own too.
-    own = [(each.action.op, each.action.stage, each.end - each.start) for each in spans if each.action.op in COMPUTED]
+    return [(each.action.op, each.action.stage, each.end - each.start) for each in spans if each.action.op in COMPUTED]
+
+
+def _costs_of(own: list[Computed], stages: int) -> list[Costs]:
+    """Return, for each of several lists, the mean costs of all ranks' computations in it."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
+    return [_mean_costs([entry for part in parts for entry in part], stages) for parts in zip(*gathered, strict=True)]
+
+
+def _mean_costs(entries: Computed, stages: int) -> Costs:
     times: dict[tuple[Op, int], list[float]] = {}
-    for op, stage, seconds in (entry for part in gathered for entry in part):
+    for op, stage, seconds in entries:
         times.setdefault((op, stage), []).append(seconds)
     mean = {key: statistics.fmean(values) for key, values in times.items()}
     by_stage = {op: [mean.get((op, stage), 0.0) for stage in range(stages)] for op in Op}
