@@ -32,7 +32,7 @@ BENCHMARKS = {
     "searching": 60,
     "backward": 120,
     "stepping": 240,
-    "memory": 60,
+    "memory": 100,
     "sending": 55,
     "prediction": 180,
     "replicas": 90,

@@ -49,8 +49,7 @@ class Peaks:
 
 
 def run(rounds: int) -> Iterator[Goal]:
-    """Measure all settings, print the table and the goals."""
-    rows, goals = [], []
+    """Measure all settings, print the tables and the goals."""
     for ranks in RANKS:
         settings = [
             Setting(name, chunks, microbatches, LOAD)
@@ -58,24 +57,17 @@ def run(rounds: int) -> Iterator[Goal]:
             for microbatches in (FEW, MANY)
         ]
         measured = dict(zip(settings, zip(*pipecut.launch(_peaks_of, ranks, settings), strict=True), strict=True))
+        rows, goals = [], []
         for setting, peaks in measured.items():
-            ours, upstream = max(each.ours for each in peaks), max(each.upstream for each in peaks)
+            most = max(peaks, key=lambda each: each.ours)
+            ours, upstream = most.ours, max(each.upstream for each in peaks)
             what = f"{setting.schedule}, {ranks} ranks, {setting.microbatches} microbatches"
-            mapped = max(peaks, key=lambda each: each.ours).mapped / 2
-            rows.append(
-                [
-                    what,
-                    f"{ours / 2**20:.2f}",
-                    f"{mapped / 2**20:.2f}",
-                    f"{upstream / 2**20:.2f}",
-                    f"{ours / upstream:.3f}",
-                ]
-            )
+            megabytes = [f"{each / 2**20:.2f}" for each in (ours, most.mapped / 2, upstream)]
+            rows.append([what, *megabytes, f"{ours / upstream:.3f}"])
             goals.append(Goal(f"{what}: peak beside upstream", ours / upstream, LOAD.limit))
-        goals += [_flat(name, ranks, measured) for name in FLAT]
-    columns = ["setting", "pipecut, MB", "of that half of the shared", "upstream, MB", "ratio"]
-    show_table("peak of a step, on the rank with the most", columns, rows)
-    yield from show_goals(goals)
+        columns = ["setting", "pipecut, MB", "of that half of the shared", "upstream, MB", "ratio"]
+        show_table(f"peak of a step, {ranks} ranks, on the rank with the most", columns, rows)
+        yield from show_goals([*goals, *(_flat(name, ranks, measured) for name in FLAT)])
 
 
 def _flat(name: str, ranks: int, measured: dict[Setting, tuple[Peaks, ...]]) -> Goal:
