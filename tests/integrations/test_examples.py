@@ -53,6 +53,7 @@ def test_trainer_trains_and_goes_on_with_another_number_of_stages(tmp_path: Path
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_trainer_goes_on_by_itself_after_a_rank_was_killed_in_a_save(tmp_path: Path) -> None:
     """torch's own store has addresses of processes that are gone; and half a checkpoint was taken for a whole one."""
     script = tmp_path / "dies_once.py"

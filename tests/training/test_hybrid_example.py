@@ -57,7 +57,11 @@ def uncut(steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[float,
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--dp", "2", "--fsdp", "1", "--schedule", "ZBVZeroBubble"), ("--fsdp", "1", "--tp", "2")],
+    [
+        (),
+        pytest.param(("--dp", "2", "--fsdp", "1", "--schedule", "ZBVZeroBubble"), marks=pytest.mark.long),
+        pytest.param(("--fsdp", "1", "--tp", "2"), marks=pytest.mark.long),
+    ],
     ids=" ".join,
 )
 def test_losses_and_norms_are_those_of_the_uncut_model(

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import pipecut
 from tests.support.ranks import Ranks
+from tests.support.sampling import sampled
 from tests.training import hybrid_job as jobs
 from tests.training.hybrid_job import Job, Wrap, make_job
 from tests.training.test_hybrid import BOTH, DATA_PARALLEL, TENSOR_PARALLEL
@@ -86,7 +87,11 @@ def test_a_sharded_job_goes_on_with_tensor_parallel_layers(four_ranks: Ranks, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(PARALLEL, COPIED), (COPIED, SHARDED), (REPLICATED, PARALLEL), (SHARDED, REPLICATED), (BY_HAND, BY_HAND)],
+    sampled(
+        [(PARALLEL, COPIED), (COPIED, SHARDED), (REPLICATED, PARALLEL), (SHARDED, REPLICATED), (BY_HAND, BY_HAND)],
+        lambda layouts: layouts not in ((COPIED, SHARDED), (REPLICATED, PARALLEL)),
+        lambda layouts: True,
+    ),
 )
 def test_jobs_that_go_on_under_another_layout(four_ranks: Ranks, tmp_path: Path, first: Layout, second: Layout) -> None:
     four_ranks.run(begin, first, tmp_path)
@@ -127,7 +132,9 @@ def lower_precision(rank: int, sizes: Mapping[str, int], schedule: str, wrap: Wr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", sampled(["1F1B", "ZBVZeroBubble"], lambda name: name == "ZBVZeroBubble", lambda name: True)
+)
 @pytest.mark.parametrize(
     ("sizes", "wrap", "autocast"),
     [
@@ -190,9 +197,15 @@ def is_last_part(job: Job) -> bool:
     [
         (TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, False),
         pytest.param(DATA_PARALLEL, "1F1B", jobs.sharded, True, marks=pytest.mark.slow),
-        pytest.param(DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True, marks=pytest.mark.slow),
+        pytest.param(DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(TENSOR_PARALLEL, "ZBVZeroBubble", jobs.parallel_ends, True, marks=pytest.mark.slow),
-        pytest.param({"dp": 1, **TENSOR_PARALLEL}, "1F1B", jobs.parallel_and_sharded, True, marks=pytest.mark.slow),
+        pytest.param(
+            {"dp": 1, **TENSOR_PARALLEL},
+            "1F1B",
+            jobs.parallel_and_sharded,
+            True,
+            marks=[pytest.mark.slow, pytest.mark.long],
+        ),
     ],
 )
 def test_a_gradient_scaler(

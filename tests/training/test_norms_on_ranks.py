@@ -21,7 +21,9 @@ def test_copies_shards_and_parts_count_once_and_whole(four_ranks: Ranks, kind: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize(
+    "norm_type", sampled([1.0, 3.0, math.inf], lambda norm_type: norm_type != 3.0, lambda norm_type: True)
+)
 @pytest.mark.parametrize("kind", ["DDP", "fully_shard", "TP"])
 def test_other_norms_of_copies_shards_and_parts(four_ranks: Ranks, kind: str, norm_type: float) -> None:
     assert len(set(four_ranks.run(cases.clips_under, kind, norm_type))) == 1
