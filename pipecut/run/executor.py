@@ -220,7 +220,8 @@ class Executor:
 
     def _reduce_gradients(self, action: Action, state: StepState) -> None:
         stage = self.stages[action.stage]
-        stage.replica.reduce_gradients()
+        if stage.replica.is_reduced:
+            stage.replica.reduce_gradients()
         if self.added_losses:
             self.added_losses.give_gradients(stage, state.loss_scale)
 

@@ -21,7 +21,6 @@ from .dtensor import local_part as local_part
 from .dtensor import place_like as place_like
 from .dtensor import placement_of as placement_of
 from .dtensor import ready_to_send as ready_to_send
-from .groups import check_not_within_pipeline as check_not_within_pipeline
 from .materialize import SAVE_KEY as SAVE_KEY
 from .materialize import TRAINING_MANIFEST as TRAINING_MANIFEST
 from .materialize import TRAINING_PREFIX as TRAINING_PREFIX
@@ -69,6 +68,7 @@ from .randomness import StepSeeds as StepSeeds
 from .randomness import derive_seed as derive_seed
 from .randomness import random_streams as random_streams
 from .replica import UnwrappedNames as UnwrappedNames
+from .replica import check_not_within_pipeline as check_not_within_pipeline
 from .stage import Flight as Flight
 from .stage import Item as Item
 from .stage import PipelineStage as PipelineStage

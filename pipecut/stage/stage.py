@@ -20,9 +20,8 @@ from ..text import counted, listed
 from ..torch_internals import WRITE_TO_LEAF, part_types, trainable_parameters
 from .backward import PendingWeights, StageWeights, full_backward, input_backward, weight_backward
 from .dtensor import Meshes, MeshKey, MeshLayout, describe_tensor, placement_of
-from .groups import groups_of
 from .origin import CallVariants, Examples, StageOrigin, check_group, check_has_memory, check_place
-from .replica import Replica, replica_of, wrapped_parts
+from .replica import Replica, groups_of, replica_of, wrapped_parts
 
 _WeightRunner = Callable[[], None]
 

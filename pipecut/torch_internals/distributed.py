@@ -1,12 +1,16 @@
-"""Parts of DistributedDataParallel, replicate, fully_shard, meshes and backends that have no public name.
+"""Parts of torch.distributed without a public name: wrappers, meshes, backends, the description of a checkpoint.
 
-These wrappers average gradients after one backward. A stage has one backward per microbatch, and averages after the
-last: their reducers have to be notified.
+DistributedDataParallel, replicate and fully_shard average gradients after one backward. A stage has one backward per
+microbatch, and averages after the last: their reducers have to be notified. The `.metadata` of
+torch.distributed.checkpoint is a pickle, and unpickling may run any code; public torch reads it with `pickle.load`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
+import pickletools
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -150,3 +154,49 @@ def fsdp_mesh_infos(part: Any) -> list[Any]:
     # The latter where torch has one group of parameters per module.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group.mesh_info for group in groups if group is not None]
+
+
+# Where a checkpoint of torch.distributed.checkpoint has its description, and those of a rank that saved alone.
+METADATA_FILE = ".metadata"
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Written by torch before 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
+    "collections": {"OrderedDict"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that knows the classes of a checkpoint's description, dtypes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _CLASSES.get(module, ())
+        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's description")
+        return super().find_class(module, name)
+
+
+def unpickle_metadata(content: bytes) -> Any:
+    """Return the description of a checkpoint without running code from it; raise pickle.UnpicklingError otherwise."""
+    for opcode, argument, _ in pickletools.genops(content):
+        # The unpickler makes a table as long as the largest number that an object is kept under.
+        if "PUT" in opcode.name and int(argument or 0) > len(content):
+            raise pickle.UnpicklingError(
+                f"it keeps an object under the number {argument}, and has {len(content)} bytes"
+            )
+    return _MetadataUnpickler(io.BytesIO(content)).load()

@@ -4,6 +4,6 @@ Begin with base.py. Each wrapper is one file and an entry in the table of wrappe
 """
 
 from .base import Replica
-from .wrappers import UnwrappedNames, replica_of, wrapped_parts
+from .wrappers import UnwrappedNames, check_not_within_pipeline, groups_of, replica_of, wrapped_parts
 
-__all__ = ["Replica", "UnwrappedNames", "replica_of", "wrapped_parts"]
+__all__ = ["Replica", "UnwrappedNames", "check_not_within_pipeline", "groups_of", "replica_of", "wrapped_parts"]
