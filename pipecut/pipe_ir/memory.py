@@ -16,7 +16,6 @@ import copy
 import functools
 import operator
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,8 @@ from torch import Tensor, nn
 
 from ..text import listed, numbered
 from ..torch_internals import TorchDispatchMode, hooks_of, storage_id, tensor_hooks, version_of
-from .structure import flatten, is_plain_object
+from .named_state import has_attributes, is_own_class, is_own_code, used_variables
+from .structure import flatten
 
 _MOST = 1_000_000  # entries of a container that is given contents of its own
 _EMPTY = object()  # the contents of a closure's variable that has no value yet
@@ -317,55 +317,10 @@ def _leads_to(value: Any, told: str) -> list[tuple[Any, str]]:
     return [(type(value), told)] if has_attributes(value) else []
 
 
-def has_attributes(value: Any) -> bool:
-    """Return True for an object whose state is that of its attributes; those of pipecut are left alone."""
-    is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return isinstance(value, nn.Module | types.SimpleNamespace) or (is_plain_object(value) and not is_ours)
-
-
-def used_variables(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
-    """Yield the variables of modules that a function uses: the name of the module, its namespace, and their names."""
-    names = set(names_in(function.__code__))
-    known = function.__globals__
-    yield str(known.get("__name__", "its module")), known, {name for name in names if not _is_fixed(known.get(name))}
-    for name in names:
-        module = known.get(name)
-        if isinstance(module, types.ModuleType) and is_own_code(getattr(module, "__file__", None)):
-            inside = {each for each in names if each in vars(module) and not _is_fixed(vars(module)[each])}
-            yield module.__name__, vars(module), inside
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of variables and attributes that code uses."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
-
-
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, types.ModuleType | types.BuiltinFunctionType)
-
-
 def _is_data(name: str, value: Any) -> bool:
     """Return True for an attribute of a class that may hold state."""
     code = (types.FunctionType, staticmethod, classmethod, property, type, types.MemberDescriptorType)
     return not name.startswith(("__", "_abc_")) and not isinstance(value, code) and not hasattr(value, "__set_name__")
-
-
-_INSTALLED = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PIPECUT = str(Path(__file__).resolve().parent.parent)
-
-
-def is_own_code(file: str | None) -> bool:
-    """Return True for code of the user: neither installed nor part of pipecut; what is typed in has no real file."""
-    return file is not None and not file.startswith((*_INSTALLED, _PIPECUT, "<frozen"))
-
-
-def is_own_class(cls: type) -> bool:
-    """Return True for a class of the user's own code."""
-    module = sys.modules.get(cls.__module__)
-    return cls.__module__ == "__main__" or is_own_code(getattr(module, "__file__", None))
 
 
 def tensors_in_reach(roots: Iterable[Any], apart: Iterable[Any]) -> list[Tensor]:

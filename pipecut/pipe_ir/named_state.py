@@ -1,7 +1,7 @@
 """NamedState: the lists, dicts, attributes and variables that the code of a function names.
 
 Python code can share state with any other code. What a function may read or change of it is told by the names in its
-code: those of variables, of attributes, and of what is in their reach.
+code: those of variables, of attributes, and of what is in their reach. Only code of the user's own is followed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import collections
 import functools
 import inspect
 import operator
+import sys
+import sysconfig
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .memory import has_attributes, is_own_class, is_own_code, names_in, used_variables
+from .structure import is_plain_object
 
 _PLAIN = (bool, int, float, complex, str)
 _COLLECTIONS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
@@ -182,3 +185,48 @@ def _contents(cell: types.CellType) -> list[Any]:
 
 def _values_of(known: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
     return [known.get(name) for name in names]
+
+
+def has_attributes(value: Any) -> bool:
+    """Return True for an object whose state is that of its attributes; those of pipecut are left alone."""
+    is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return isinstance(value, nn.Module | types.SimpleNamespace) or (is_plain_object(value) and not is_ours)
+
+
+def used_variables(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    """Yield the variables of modules that a function uses: the name of the module, its namespace, and their names."""
+    names = set(names_in(function.__code__))
+    known = function.__globals__
+    yield str(known.get("__name__", "its module")), known, {name for name in names if not _is_fixed(known.get(name))}
+    for name in names:
+        module = known.get(name)
+        if isinstance(module, types.ModuleType) and is_own_code(getattr(module, "__file__", None)):
+            inside = {each for each in names if each in vars(module) and not _is_fixed(vars(module)[each])}
+            yield module.__name__, vars(module), inside
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of variables and attributes that code uses."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, types.ModuleType | types.BuiltinFunctionType)
+
+
+_INSTALLED = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PIPECUT = str(Path(__file__).resolve().parent.parent)
+
+
+def is_own_code(file: str | None) -> bool:
+    """Return True for code of the user: neither installed nor part of pipecut; what is typed in has no real file."""
+    return file is not None and not file.startswith((*_INSTALLED, _PIPECUT, "<frozen"))
+
+
+def is_own_class(cls: type) -> bool:
+    """Return True for a class of the user's own code."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ == "__main__" or is_own_code(getattr(module, "__file__", None))

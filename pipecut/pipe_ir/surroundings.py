@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .memory import is_own_code
+from .named_state import is_own_code
 from .structure import holds_same
 
 _MOST = 50_000  # objects that are looked at: a script's globals may hold a data set
