@@ -17,8 +17,7 @@ from ...torch_internals import asks_for_plain_number, let_go, traced_operator, w
 from ..operators import operator_name, operator_of
 from ..spec import Dim, TensorSpec
 from ..tracing.records import OpenSpan, user_line
-from .dynamic import NOTHING_ASKED, DynamicDims, Place
-from .equal import Decision, implied_equalities, related
+from .dynamic import NOTHING_ASKED, Decision, DynamicDims, Place, implied_equalities, related
 
 _EMPTY: Mapping[sympy.Symbol, sympy.Basic] = {}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ...torch_internals import is_from_data, storage_id
 from ..inputs import Example, active_autocast
 from ..operators import Modes, is_mark, operator_of, returned_argument, written_arguments
-from ..sizes.equal import same_sizes
+from ..sizes.dynamic import same_sizes
 from ..sizes.faults import find_conditions, find_fixed_dims
 from ..sizes.symbols import SYMBOLIC, Symbols, hints_of, names_of
 from ..traced import HERE, ConstantRef, Context, Operation, OperationKind, Ref, Size, Span, TracedInput, TracedModel
