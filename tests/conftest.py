@@ -28,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector look at what tests make, and not each time at all that was imported."""
+    """Let the collector look at what tests make, and not each time at all that was imported; and less often."""
     gc.freeze()
+    gc.set_threshold(5_000, 20, 50)  # models and traces hold cycles, but never much memory
     gc.enable()
 
 

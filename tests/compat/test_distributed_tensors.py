@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipecut.compat import PipelineStage, _utils, microbatch, schedules
 from pipecut.compat._utils import _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
 from tests.support.ranks import Ranks
-from tests.support.sampling import sampled
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +187,9 @@ def train(rank: int, name: str, local: bool) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("local", sampled([True, False], bool))
-@pytest.mark.parametrize("name", sampled(STAGES, lambda name: name == "1F1B"))
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("name", STAGES)
 def test_tensor_parallel_stages_have_the_gradients_of_the_uncut_model(
     four_ranks: Ranks, name: str, local: bool
 ) -> None:

@@ -57,6 +57,7 @@ def test_installed_here_and_restored(environment: None) -> None:
         assert "PIPECUT_COMPAT" not in os.environ
 
 
+@pytest.mark.slow
 def test_new_processes_get_it_too_and_not_after(environment: None, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.hidden_one_ran = True")
     os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"

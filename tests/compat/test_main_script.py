@@ -79,6 +79,7 @@ def test_an_error_is_shown_as_python_does(process: Path, capsys: Capture, text: 
     assert shown("script.py", capsys) == run("script.py").stderr != ""
 
 
+@pytest.mark.slow
 def test_the_command_ends_as_the_script_does_alone(process: Path) -> None:
     Path("script.py").write_text(f"import sys\nprint(__file__, __package__, __spec__, sys.argv)\n{ERROR}")
     alone, here = (run(*way, "script.py", "a") for way in ((), COMPAT))

@@ -59,6 +59,7 @@ def uncut_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["accelerate", "lightning.fabric"])
 def test_a_recipe_trains_as_the_uncut_model(library: str, two_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed, and no dependency of pipecut")

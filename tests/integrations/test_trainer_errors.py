@@ -104,6 +104,7 @@ def test_a_dataset_without_an_index_needs_an_example(tmp_path: Path) -> None:
     assert trainer.train().global_step == 2
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_call_the_model_once(tmp_path: Path) -> None:
     from transformers import Trainer
 

@@ -52,11 +52,11 @@ def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedules": ["1F1B"]},
+        pytest.param({"schedules": ["1F1B"]}, marks=pytest.mark.slow),
         {"schedules": ["ZBVZeroBubble"], "microbatch": 3},
         {"schedules": ["1F1B"], "recompute": True},
-        {"schedules": ["1F1B", "ZB-H1"], "microbatch": 2, "time_budget": 0.3},
-        {"schedules": ["1F1B"], "microbatch": [2, 5]},
+        pytest.param({"schedules": ["1F1B", "ZB-H1"], "microbatch": 2, "time_budget": 0.3}, marks=pytest.mark.slow),
+        pytest.param({"schedules": ["1F1B"], "microbatch": [2, 5]}, marks=pytest.mark.slow),
         {"schedules": ["Interleaved1F1B"], "batch": 13, "microbatch": 4},
         {"schedules": ["1F1B"], "batch": 251},
     ],

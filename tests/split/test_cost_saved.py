@@ -173,7 +173,7 @@ def run_cost(model: nn.Module, args: tuple[Any, ...]) -> OperationCost:
 
 
 @pytest.mark.filterwarnings("ignore:the forward of '(RNN|GRU|LSTM)' sets self._flat_weight")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, lambda name: name not in ("relu", "tanh", "encoder", "recurrent")))
 def test_saved_bytes_are_those_that_autograd_keeps_at_any_batch(name: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)

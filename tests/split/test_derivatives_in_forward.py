@@ -49,10 +49,11 @@ def with_jvp(inner: nn.Linear, x: Tensor) -> Tensor:
 
 BLOCKS: list[Any] = [
     with_data,
-    with_clamped_weight,
-    with_autograd_of_nothing_saved,
     with_func,
-    *(pytest.param(run, marks=pytest.mark.slow) for run in (with_autograd, with_jvp)),
+    *(
+        pytest.param(run, marks=pytest.mark.slow)
+        for run in (with_clamped_weight, with_autograd_of_nothing_saved, with_autograd, with_jvp)
+    ),
 ]
 
 
@@ -111,7 +112,11 @@ def test_a_block_without_modules_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (with_data, "it uses a tensor that comes from no operation, such as x.data, at .*: return self.out("),
+        pytest.param(
+            with_data,
+            "it uses a tensor that comes from no operation, such as x.data, at .*: return self.out(",
+            marks=pytest.mark.slow,
+        ),
         (with_autograd, "it computes derivatives in its forward, .* at .*torch.autograd.grad("),
     ],
 )

@@ -96,6 +96,7 @@ class ChoosesInTheCutForward(nn.Module):
         return self.b(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", sampled([1.0, -1.0], lambda sign: sign > 0))
 def test_cond_in_the_cut_forward(sign: float) -> None:
     others = [((sign * torch.rand(4, 8),), {}), ((-sign * torch.rand(4, 8),), {})]

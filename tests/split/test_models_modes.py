@@ -118,7 +118,7 @@ def assert_same_outputs(pipe: Pipe, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["cut in train mode", "cut in eval mode"])
-@pytest.mark.parametrize("case", sampled(CASES, lambda case: case != "attention in a block"))
+@pytest.mark.parametrize("case", sampled(CASES, lambda case: "attention" not in case and case != "modules"))
 def test_stages_follow_train_and_eval(case: str, training: bool) -> None:
     pipe, model = cut(case, training=training)
     for mode in (not training, training, not training):

@@ -20,8 +20,12 @@ def live_tensors() -> list[Tensor]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Only what nobody refers to is freed: what sits in a reference cycle stays."""
+    """Only what nobody refers to is freed: what sits in a reference cycle stays.
+
+    What is there before is not looked at again, so that a test may call the collector itself, and often.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield

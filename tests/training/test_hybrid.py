@@ -48,6 +48,7 @@ def test_tensor_parallel_stages_with_a_tie(four_ranks: Ranks, schedule: str, tra
     four_ranks.run(train, TENSOR_PARALLEL, schedule, jobs.parallel_ends, traced, True)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_sharded_stages(four_ranks: Ranks) -> None:
     four_ranks.run(train, {"dp": 1, **TENSOR_PARALLEL}, "ZBVZeroBubble", jobs.parallel_and_sharded, True, True)
 

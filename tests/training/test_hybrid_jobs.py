@@ -195,7 +195,7 @@ def is_last_part(job: Job) -> bool:
 @pytest.mark.parametrize(
     ("sizes", "schedule", "wrap", "traced"),
     [
-        (TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, False),
+        pytest.param(TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, False, marks=pytest.mark.slow),
         pytest.param(DATA_PARALLEL, "1F1B", jobs.sharded, True, marks=pytest.mark.slow),
         pytest.param(DATA_PARALLEL, "Interleaved1F1B", jobs.copied, True, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(TENSOR_PARALLEL, "ZBVZeroBubble", jobs.parallel_ends, True, marks=pytest.mark.slow),

@@ -294,7 +294,9 @@ def test_ranks_that_ask_for_different_things(what: str, two_ranks: Ranks, tmp_pa
     ("what", "message"),
     [
         ("extra", r"on rank 1: extra\['clock'\] cannot be saved"),
-        ("step", r"on rank 1: InputError: step is the number of steps done so far, got -2"),
+        pytest.param(
+            "step", r"on rank 1: InputError: step is the number of steps done so far, got -2", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(what: str, message: str, two_ranks: Ranks, tmp_path: Path) -> None:
