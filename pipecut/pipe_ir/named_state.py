@@ -102,7 +102,7 @@ class NamedState:
         if isinstance(value, types.MethodType):
             code = getattr(value.__func__, "__code__", None)
             yield _Found(value.__func__, told, names)
-            yield _Found(value.__self__, told, names | frozenset(() if code is None else names_in(code)))
+            yield _Found(value.__self__, told, names | frozenset(() if code is None else _names_in(code)))
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 yield _Found(part, told, names)
@@ -123,7 +123,7 @@ class NamedState:
     def _visit_function(self, function: types.FunctionType) -> Iterator[_Found]:
         if not is_own_code(function.__code__.co_filename):
             return
-        names = frozenset(names_in(function.__code__))
+        names = frozenset(_names_in(function.__code__))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             told = f"{name!r} of {function.__qualname__}"
             self._add(told, cell, functools.partial(_contents, cell))
@@ -137,7 +137,7 @@ class NamedState:
     def _visit_object(self, value: Any, told: str, names: frozenset[str]) -> Iterator[_Found]:
         functions = _functions_of(value, {"forward", "__call__", *names})
         for function in functions:
-            names |= frozenset(names_in(function.__code__))
+            names |= frozenset(_names_in(function.__code__))
             yield _Found(function, told, names)
         for part in value.modules() if isinstance(value, nn.Module) else [value]:
             self._add(f"of {told}", vars(part), functools.partial(_values_of, vars(part), names), names)
@@ -166,7 +166,7 @@ def _functions_of(value: Any, names: Collection[str]) -> list[types.FunctionType
         member = getattr(member, "__func__", getattr(member, "fget", member))
         if isinstance(member, types.FunctionType) and is_own_code(member.__code__.co_filename):
             found.setdefault(member)
-            new = set(names_in(member.__code__)) - seen
+            new = set(_names_in(member.__code__)) - seen
             seen |= new
             waiting += new
     return list(found)
@@ -195,7 +195,7 @@ def has_attributes(value: Any) -> bool:
 
 def used_variables(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
     """Yield the variables of modules that a function uses: the name of the module, its namespace, and their names."""
-    names = set(names_in(function.__code__))
+    names = set(_names_in(function.__code__))
     known = function.__globals__
     yield str(known.get("__name__", "its module")), known, {name for name in names if not _is_fixed(known.get(name))}
     for name in names:
@@ -205,12 +205,12 @@ def used_variables(function: types.FunctionType) -> Iterator[tuple[str, dict[str
             yield module.__name__, vars(module), inside
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names of variables and attributes that code uses."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            yield from _names_in(constant)
 
 
 def _is_fixed(value: Any) -> bool:
