@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import sympy
 
 from ..errors import InputError, SplitError
-from ..pipe_ir import HERE, ModelTracer, RecomputedValue, Ref, StageInfo, TracedModel, Unsent, bind_inputs
+from ..pipe_ir import HERE, ModelTracer, RecomputedValue, Ref, StageInfo, Template, TracedModel, Unsent, bind_inputs
 from ..text import structure_text
 from .build import (
     build_stage_module,
@@ -219,9 +219,10 @@ def _cut_programs(
     naming = Naming(traced, names, module_aliases(traced.model))
     functions = [
         Emitter(naming, modes, index, variant).stage(
-            program, stage.inputs, _prologue(traced, program, stage, names), _returns(traced, flows, index)
+            program, stage.inputs, _prologue(traced, program, stage, names, returns), returns
         )
         for index, (program, stage) in enumerate(zip(programs, flows.stages, strict=True))
+        for returns in [_returns(traced, flows, index)]
     ]
     references = plain_references(traced.model)
     modules = tuple(
@@ -268,7 +269,9 @@ def _as_sent(traced: TracedModel, value: int) -> str:
     return f"{{}}{f'.permute({list(order)})' if order else ''}.contiguous()"
 
 
-def _prologue(traced: TracedModel, program: Piece, stage: StageFlow, names: Mapping[int, str]) -> list[str]:
+def _prologue(
+    traced: TracedModel, program: Piece, stage: StageFlow, names: Mapping[int, str], returns: Any
+) -> list[str]:
     """Return the lines that a stage computes from its inputs before anything else."""
     lines = []
     for value in stage.inputs:
@@ -278,7 +281,8 @@ def _prologue(traced: TracedModel, program: Piece, stage: StageFlow, names: Mapp
             lines.append(f"{names[value]} = {names[value]}.permute({back})")
     lines += [f"{symbol} = {names[value]}.shape[{dim}]" for symbol, (value, dim) in stage.sizes.items()]
     numbers = {value for value in (*stage.inputs, *stage.outputs) if traced.operations[value].number is not None}
-    if HERE in used_by_items(program.items) or not numbers.isdisjoint(stage.outputs):
+    returns_device = isinstance(returns, Template) and any(leaf is HERE for leaf in returns.leaves)
+    if HERE in used_by_items(program.items) or returns_device or not numbers.isdisjoint(stage.outputs):
         source = names[stage.inputs[0]] if stage.inputs else "next(self.parameters())"
         lines.append(f"device = {source}.device")
     lines += [f"{names[value]} = {names[value]}.item()" for value in stage.inputs if value in numbers]

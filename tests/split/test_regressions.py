@@ -424,3 +424,21 @@ def test_a_sequence_of_one_is_a_number_and_not_true() -> None:
     model, x = Pairs(), torch.randn(1, 1, 8)
     pipe = pipeline(model, (x,), split_spec=BEFORE_C, dynamic={"x": {1: "seq"}})
     assert torch.equal(pipe(x), model(x))
+
+
+def test_an_output_that_is_a_device() -> None:
+    """The caches of SpeechT5 have their device as an attribute, and no other line of its last stage named one."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, object]:
+            y = self.c(self.a(x))
+            return {"y": y, "device": y.device}
+
+    model = Net()
+    pipe = pipeline(model, (X,), split_spec=BEFORE_C)
+    assert pipe(X)["device"] == X.device
+    torch.testing.assert_close(pipe(X)["y"], model(X)["y"])

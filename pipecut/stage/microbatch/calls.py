@@ -192,14 +192,16 @@ def _fixed_firsts(call: TracedCall, specs: Mapping[str, TensorSpec]) -> list[Fix
 
 def _fixed_batch(call: TracedCall, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> BatchDims | None:
     """Return the dims of a batch that has one size in the trace; None if that may be several sizes."""
-    fixed = _fixed_firsts(call, specs)
-    fixed = [each for each in fixed if each.as_number] or fixed
-    sizes, rows = {_number(each.size) for each in fixed}, {_rows(tensors[each.path]) for each in fixed}
-    if len(sizes) != 1 or len(rows) != 1:
+    every = _fixed_firsts(call, specs)
+    fixed = [each for each in every if each.as_number] or every
+    found = {(_number(each.size), _rows(tensors[each.path])) for each in fixed}
+    if len(found) != 1:
         return None
+    ((size, rows),) = found
+    # What else is as large, in the example and in the call, is cut too: a loss compares labels with the batch.
+    cut = [each.path for each in every if (each.size, _rows(tensors[each.path])) == (size, rows)]
     dims: dict[str, int | None] = dict.fromkeys(entry.path for entry in call.inputs if entry.spec is not None)
-    dims |= dict.fromkeys([each.path for each in fixed], 0)
-    return BatchDims(dims, rows.pop(), sizes.pop(), fixed[0].source)
+    return BatchDims(dims | dict.fromkeys(cut, 0), rows, size, fixed[0].source)
 
 
 def _candidates(specs: Mapping[str, TensorSpec], named: Sequence[str]) -> tuple[list[sympy.Symbol], list[sympy.Symbol]]:

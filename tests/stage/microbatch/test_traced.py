@@ -72,6 +72,21 @@ def test_a_trace_for_one_size_has_microbatches_of_that_size() -> None:
     assert "test_traced.py" in batch.source
 
 
+def test_what_the_code_compares_with_a_batch_of_one_size_is_cut_with_it() -> None:
+    """Labels of models of sound stayed whole: the forward asks for `len(x)`, and the loss compares them with that."""
+
+    class Fixed(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = self.first(x) / len(x)
+            return nn.functional.mse_loss(self.second(hidden), labels)
+
+    with pytest.warns(PipeWarning, match="dim 0 of x is always 3"):
+        pipe = cut(Fixed(), (torch.zeros(3, 4), torch.zeros(3, 4)))
+    batch = batch_dims(pipe.traced.call, (torch.zeros(6, 4), torch.zeros(6, 4)), {})
+    assert batch is not None
+    assert (batch.dims, batch.samples, batch.exact) == ({"x": 0, "labels": 0}, 6, 3)
+
+
 class Lookup(Net):
     """Nothing ties the rows of its arguments."""
 
