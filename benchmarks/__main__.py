@@ -114,15 +114,20 @@ def _run_apart(name: str, rounds: int, limit: float) -> Outcome:
         command = [sys.executable, "-m", __package__, name, "--rounds", str(rounds), "--goals-to", str(path)]
         environment = os.environ | _QUIET | {DEADLINE: str(time.time() + limit), "OMP_NUM_THREADS": "1"}
         begin, busy, own = time.monotonic(), _busy_seconds(), _own_seconds()
+        asked: list[int] = []  # to end while a process is started, which is not known yet and would be left
+        end = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
+            signal.signal(signal.SIGTERM, end)
+            if asked:
+                signal.raise_signal(signal.SIGTERM)
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end_with_children(process)
-        took, end = time.monotonic() - begin, _busy_seconds()
-        others = None if busy is None or end is None else max(0.0, end - busy - _own_seconds() + own) / took
+        took, busy_then = time.monotonic() - begin, _busy_seconds()
+        others = None if busy is None or busy_then is None else max(0.0, busy_then - busy - _own_seconds() + own) / took
         written = path.read_text().split("\n")[:-1] if path.exists() else []  # of a last line there may be a part only
         goals = [Goal(**json.loads(line)) for line in written]
     if code is None:
