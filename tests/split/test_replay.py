@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import itertools
+import json
 import logging
 import random
 import secrets
@@ -38,6 +39,7 @@ GENERATOR = torch.Generator()
 NUMPY_GENERATOR = np.random.default_rng(0)
 NUMPY_STATE = np.random.RandomState(0)
 COUNTING_TENSOR = torch.zeros(())
+PHASES = {"phase 0": False, "phase 1": True}
 TABLE = {"4": 2.0, "5": 3.0}
 
 
@@ -88,6 +90,27 @@ def rare_branch_by_a_numpy_state(block: Block, x: Tensor) -> Tensor:
 
 def array_of_random_numbers(block: Block, x: Tensor) -> Tensor:
     return x + torch.from_numpy(NUMPY_GENERATOR.random(8)).float()
+
+
+def rare_part_of_a_text(block: Block, x: Tensor) -> Tensor:
+    """In a longer text it is not a number's any more."""
+    block.calls += 1
+    return x.relu() if PHASES[f"phase {block.calls // 12}"] else x
+
+
+def rare_word_in_a_text(block: Block, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x.relu() if len(f"call {block.calls}") > 9 else x
+
+
+def rare_remainder(block: Block, x: Tensor) -> Tensor:
+    """A watched number that divmod did not take ended the run, which was then made again without a watch."""
+    _, seconds = divmod(time.monotonic(), 1e9)
+    return x.relu() if seconds < 1e-9 else x
+
+
+def number_that_goes_where_none_can(block: Block, x: Tensor) -> Tensor:
+    return x.relu() if json.dumps(time.time()) == "0.0" else x
 
 
 def new_numpy_generator(block: Block, x: Tensor) -> Tensor:
@@ -252,6 +275,10 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
     rare_value_of_a_context: r"it uses a number that changes .*CONTEXT.get\(\) == 10\*\*6",
     rare_byte: "it uses an array that it writes to",
     rare_text_of_a_number: "it uses 'calls', a number that changes from call to call at .*str",
+    rare_part_of_a_text: r"it uses a number that changes from call to call \(KeyError: 'phase \d+'\)",
+    rare_word_in_a_text: "it uses a number that changes from call to call, as a part of a text",
+    rare_remainder: r"it uses time.monotonic\(\) at .* seconds < 1e-9",
+    number_that_goes_where_none_can: r"it uses a number that changes from call to call \(TypeError",
     new_numpy_generator: "with other random numbers it calls mul with",
     counter_in_a_global: r"calls mul with \d+, and when run again .* calls mul with \d+ at .*return x \* COUNTS.calls",
     counter_in_a_class: "calls mul with",
@@ -274,6 +301,7 @@ REFUSED: dict[Callable[[Block, Tensor], Tensor], str] = {
 QUICK = {rare_branch, numpy_branch, counter_in_itself, exhausted, size_as_a_key, own_tensor, new_generator}
 QUICK |= {rare_branch_by_its_own_generator, every_thousandth_call, rare_entry_of_an_array}
 QUICK |= {rare_branch_by_the_clock, rare_value_of_an_iterator, rare_text_of_a_number}
+QUICK |= {rare_part_of_a_text, rare_word_in_a_text, rare_remainder, number_that_goes_where_none_can}
 QUICK |= {counter_in_a_global, hook_on_a_node, set_state, earlier_result}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import linecache
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -256,6 +257,20 @@ def new_buffers(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Tenso
 
 
 _LEAST_MODULES = 3  # in a module that is worth the comparison
+
+
+def other_path(one: History, other: History) -> str | None:
+    """Return the path of the module in which two runs begin to call other functions or modules; None if they do not."""
+    opened: list[str] = []
+    for event, its in itertools.zip_longest(one.events, other.events):
+        called = [getattr(each, "function", getattr(each, "path", None)) for each in (event, its)]
+        if type(event) is not type(its) or called[0] != called[1]:
+            return opened[-1] if opened else ""
+        if isinstance(event, Entered):
+            opened.append(event.path)
+        elif isinstance(event, Left):
+            opened.pop()
+    return None
 
 
 class Repeats:

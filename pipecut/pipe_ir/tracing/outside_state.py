@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import operator
 import sys
 import threading
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ...torch_internals import buffers_of, parameters_of
 from ..structure import holds_same
 from ..surroundings import Place, Surroundings, attributes_of
-from .events import KeptValue
+from .events import Effect, History, KeptValue
 from .records import is_users_code
 
 
@@ -164,8 +165,19 @@ class StateWatch:
                 yield KeptValue(path, original, its_name, of_module, is_copied, used_by, settles)
 
 
+def uses_in(history: History, path: str, error: str | None) -> tuple[Effect, ...]:
+    """Return the uses of watched numbers in a run; with an error, one of them went where no number can, in `path`."""
+    end = () if error is None else (Effect(path, f"{NUMBER} ({error})", is_use=True),)
+    return *(effect for effect in history.effects if effect.is_use), *end
+
+
+_OTHER = 1_000_003  # the distance between a number and its text
+
+
 class _WatchedNumber:
     """Stands for a number, and reports each use that is more than to compute another number from it.
+
+    Its text is that of another number: where it becomes a part of a longer one, whatever is decided by that shows.
 
     >>> used = []
     >>> count = _WatchedNumber(3, lambda: used.append("used"))
@@ -190,12 +202,12 @@ class _WatchedNumber:
         return func(*map(without_watch, args), **{name: without_watch(each) for name, each in (kwargs or {}).items()})
 
     def __str__(self) -> str:
-        return _WatchedText.of(str(self._value), self._on_use)
+        return _WatchedText.of(str(self._value + _OTHER), self._on_use)
 
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return _WatchedText.of(format(self._value, spec), self._on_use)
+        return _WatchedText.of(format(self._value + _OTHER, spec), self._on_use)
 
 
 class _WatchedText(str):
@@ -205,7 +217,7 @@ class _WatchedText(str):
     >>> count = _WatchedNumber(3, lambda: used.append("used"))
     >>> text = f"{count}"
     >>> len(used), text == "3", used
-    (0, True, ['used'])
+    (0, False, ['used'])
     """
 
     _on_use: Callable[[], None]
@@ -233,6 +245,8 @@ def _computing(function: Callable[..., Any], *, swapped: bool = False) -> Callab
             self.used()
         values = [self._value, *(other._value if type(other) is _WatchedNumber else other for other in others)]
         result = function(*(reversed(values) if swapped else values))
+        if type(result) is tuple:  # of divmod
+            return tuple(_WatchedNumber(each, self._on_use) for each in result)
         return _WatchedNumber(result, self._on_use) if type(result) in (int, float) else result
 
     return method
@@ -243,12 +257,14 @@ def _using(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _COMPUTING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-for _name in _COMPUTING:
-    _function = getattr(operator, f"__{_name}__")
+for _name in (*_COMPUTING, "divmod"):
+    _function = getattr(operator, f"__{_name}__", divmod)
     setattr(_WatchedNumber, f"__{_name}__", _computing(_function))
     setattr(_WatchedNumber, f"__r{_name}__", _computing(_function, swapped=True))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(_WatchedNumber, f"__{_name}__", _computing(getattr(operator, f"__{_name}__")))
+for _name in ("floor", "ceil", "trunc"):
+    setattr(_WatchedNumber, f"__{_name}__", _computing(getattr(math, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "index"):
     setattr(_WatchedNumber, f"__{_name}__", _using(getattr(operator, f"__{_name}__")))
 _CONVERSIONS: tuple[Callable[..., Any], ...] = (bool, int, float, hash, round)

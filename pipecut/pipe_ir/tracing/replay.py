@@ -8,6 +8,7 @@ small part of the time of torch.export.
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import random
 import sys
@@ -40,9 +41,9 @@ from ..structure import map_leaves
 from ..surroundings import Generator, Place
 from ..traced import TracedModel
 from ..untouched import Watch
-from .events import Effect, History, KeptValue, Numbers, Repeats, line_text, new_buffers
+from .events import Effect, History, KeptValue, Numbers, Repeats, line_text, new_buffers, other_path
 from .history import HistoryRecorder, innermost_line
-from .outside_state import NUMBER, StateWatch, changed_places, watched_sources, without_watch
+from .outside_state import NUMBER, StateWatch, changed_places, uses_in, watched_sources, without_watch
 from .records import reason_of
 from .run import is_without_memory, kept_random_numbers, own_code
 
@@ -126,25 +127,23 @@ class Replayer:
         """
         with kept_random_numbers(()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            how = "with other random numbers"
-            with watched_sources(self.surroundings.places(), self._note_source):
-                first = self._run(self.sizes, 1, how, boundaries=True)
+            run = partial(self._run, self.sizes, 1, "with other random numbers", boundaries=True)
+            with watched_sources(self.surroundings.places(), self._note_use):
+                first = run()
+            uses = uses_in(first.history, self._recorder.path, first.error)
             if first.error is not None:  # perhaps a number that is none went where nothing else can
-                first = self._run(self.sizes, 1, how, boundaries=True)
-            if first.error is not None:
-                return Replays((first,))
+                first = run()
+                if first.error is not None:
+                    return Replays((first,))
+            runs = (first, *(self._apart() if apart else self._together()))
             if apart:
-                return Replays((first, *self._apart()))
-            runs = (first, *self._together())
-            uses = tuple(effect for effect in first.history.effects if effect.is_use)
+                return Replays(runs)
             places = changed_places(self.surroundings, self.runner)
-            if not places:
-                return Replays(runs, uses)
-            more, kept = self._outside_state(places, originals)
+            more, kept = self._outside_state(places, originals) if places else ((), ())
             return Replays(runs, (*uses, *more), kept)
 
-    def _note_source(self, what: str) -> None:
-        self._recorder.note_use(what)
+    def _note_use(self, what: str) -> str:
+        return self._recorder.note_use(what)
 
     def _outside_state(
         self, places: Collection[Place], originals: Mapping[int, Any]
@@ -154,12 +153,13 @@ class Replayer:
         watch = StateWatch(places)
         self._run(self.sizes, 1, "from the begin", watch=watch)
         watch.begin_again()
-        self._run(self.sizes, 1, "a second time in a row", watch=watch)
-        watch.replace_numbers(lambda what: self._recorder.note_use(what))
-        after = self._run(self.sizes, 1, "with watched numbers", watch=watch)
-        effects = [effect for effect in after.history.effects if effect.is_use]
-        if after.error is not None:  # a number that is not one may go where nothing else can
-            effects.append(Effect(self._recorder.path, f"{NUMBER} ({after.error})", is_use=True))
+        before = self._run(self.sizes, 1, "a second time in a row", watch=watch)
+        watch.replace_numbers(self._note_use)
+        with contextlib.redirect_stdout(io.StringIO()):  # the numbers that it prints are others
+            after = self._run(self.sizes, 1, "with watched numbers", watch=watch)
+        effects = [*uses_in(after.history, self._recorder.path, after.error)]
+        if not effects and (path := other_path(before.history, after.history)) is not None:
+            effects.append(Effect(path, f"{NUMBER}, as a part of a text", is_use=True))
         effects += [Effect(path, "an array that it writes to", is_use=True) for path in watch.arrays_changed()]
         return tuple(effects), tuple(watch.kept(self.surroundings, originals, self.paths))
 
