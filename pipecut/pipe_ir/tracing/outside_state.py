@@ -186,7 +186,7 @@ class _WatchedNumber:
     (0, True, ['used'])
     """
 
-    def __init__(self, value: float, on_use: Callable[[], None]) -> None:
+    def __init__(self, value: float, on_use: Callable[[], object]) -> None:
         self._value, self._on_use = value, on_use
 
     def used(self) -> Any:
@@ -220,10 +220,10 @@ class _WatchedText(str):
     (0, False, ['used'])
     """
 
-    _on_use: Callable[[], None]
+    _on_use: Callable[[], object]
 
     @classmethod
-    def of(cls, text: str, on_use: Callable[[], None]) -> str:
+    def of(cls, text: str, on_use: Callable[[], object]) -> str:
         """Return a text that calls `on_use` for each use."""
         made = cls(text)
         made._on_use = on_use
@@ -288,7 +288,7 @@ for _name in (*(f"__{_name}__" for _name in _COMPARISONS), "startswith", "endswi
 class _WatchedIterator:
     """Stands for an iterator whose state Python does not show: numbers report their uses, all else reports at once."""
 
-    def __init__(self, iterator: Iterator[Any], on_use: Callable[[], None]) -> None:
+    def __init__(self, iterator: Iterator[Any], on_use: Callable[[], object]) -> None:
         self._iterator, self._on_use = iterator, on_use
 
     def __iter__(self) -> Iterator[Any]:
@@ -301,7 +301,7 @@ class _WatchedIterator:
         return getattr(self._iterator, name)
 
 
-def _reported(value: Any, on_use: Callable[[], None]) -> Any:
+def _reported(value: Any, on_use: Callable[[], object]) -> Any:
     """Return a value from outside: a number that reports its uses; anything else that tells something is one use."""
     if type(value) in (int, float):
         return _WatchedNumber(value, on_use)
@@ -316,7 +316,7 @@ class _Source:
     Only what the user's code asks for is reported, itself or through the standard library, in one thread.
     """
 
-    def __init__(self, function: Callable[..., Any], on_use: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[..., Any], on_use: Callable[[], object]) -> None:
         self._function, self._on_use = function, on_use
         self._thread = threading.get_ident()
 
@@ -350,7 +350,7 @@ def _is_for_the_user(frame: types.FrameType | None) -> bool:
 
 
 @contextlib.contextmanager
-def watched_sources(places: Iterable[tuple[Place, Any]], on_use: Callable[[str], None]) -> Iterator[None]:
+def watched_sources(places: Iterable[tuple[Place, Any]], on_use: Callable[[str], object]) -> Iterator[None]:
     """Let what the system and iterators tell report its uses: `on_use` gets what it is in words.
 
     A function is replaced where Python has it, and in the places where the user's code has it under a name.
@@ -405,7 +405,7 @@ def _system_functions() -> list[Callable[..., Any]]:
     return [open, *(value for value in found if type(value) is types.BuiltinFunctionType)]
 
 
-def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str], None]) -> Any:
+def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str], object]) -> Any:
     if type(value) is types.BuiltinFunctionType:
         return sources.get(value)
     return _WatchedIterator(value, functools.partial(on_use, "an iterator"))
