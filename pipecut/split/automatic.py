@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..errors import SplitError, warn
 from ..pipe_ir import TracedModel
-from ..text import Memory, parse_memory
+from ..text import Memory, counted, parse_memory
 from .balance import Balance, balance_stages
 from .chain import Chain, allowed_places, chain_of, default_machine
 from .cost import MachineLike, machine_of
@@ -36,16 +36,28 @@ class BalancedCut:
     plan: SplitPlan
     balance: Balance
     chain: Chain
+    with_whole_layers: float | None = None  # the least bottleneck of cuts between repeated layers, if there is one
 
     @property
     def summary(self) -> str:
-        """Time of the longest rank, the mean, and a lower bound of all cuts."""
+        """Time of the longest rank, the mean, a lower bound of all cuts, and why any of them is inside of a layer."""
         found = self.balance
         return (
             f"the busiest rank takes {_milliseconds(found.bottleneck)} for a microbatch, {found.imbalance:.3f} times "
             f"the mean of {_milliseconds(found.mean)}; no cut takes less than {_milliseconds(found.lower_bound)} "
-            f"({found.proof})"
+            f"({found.proof}){self._cuts_inside_layers()}"
         )
+
+    def _cuts_inside_layers(self) -> str:
+        inside = [self.chain.places[cut - 1].cut for cut in self.balance.cuts if self.chain.places[cut - 1].inside_layer]
+        if not inside:
+            return ""
+        share = f"{len(inside)} of {counted(len(self.balance.cuts), 'cut')}"
+        verb = "is" if len(inside) == 1 else "are"
+        if self.with_whole_layers is None:
+            return f"; {share} {verb} inside of a layer: no cut between whole layers fits"
+        longer = self.with_whole_layers / self.balance.bottleneck - 1
+        return f"; {share} {verb} inside of a layer: with whole layers the busiest rank would take {longer:.1%} longer"
 
 
 def balanced_cut(
@@ -86,11 +98,14 @@ def balanced_cut(
         )
 
     def solve(part: Chain, slack: float) -> Balance:
+        # Of equally good cuts those with the fewest inside of layers, then those that send least.
+        blocks = part.blocks(layers_first=cut_inside_layers is None)
         return balance_stages(
-            part.blocks(), stages, speeds=speeds, memory_limit=memory_limit, in_flight=in_flight, slack=slack
+            blocks, stages, speeds=speeds, memory_limit=memory_limit, in_flight=in_flight, slack=slack
         )
 
     best = solve(chain, 0.0)
+    whole: float | None = None
     depths = sorted({place.depth for place in chain.places})
     limit = best.bottleneck * (1 + slack)
     # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
@@ -105,6 +120,11 @@ def balanced_cut(
             found = solve(outer, 0.0)
         except SplitError:  # too little memory for the larger blocks; the smaller ones are known to fit
             continue
+        if not any(place.inside_layer for place in outer.places):
+            whole = min(found.bottleneck, whole or found.bottleneck)
+        elif whole is not None and cut_inside_layers is None:
+            # What is given up for fewer cuts inside of layers must leave a gain over none.
+            limit = min(limit, max(best.bottleneck, whole / (1 + slack)))
         if found.bottleneck <= limit:
             found = solve(outer, limit / found.bottleneck - 1) if found.bottleneck else found
             bounded = Balance(
@@ -115,8 +135,8 @@ def balanced_cut(
                 min(best.lower_bound, found.bottleneck),
                 found.memory,
             )
-            return BalancedCut(outer.plan(found.cuts), bounded, outer)
-    return BalancedCut(chain.plan(best.cuts), best, chain)
+            return BalancedCut(outer.plan(found.cuts), bounded, outer, whole)
+    return BalancedCut(chain.plan(best.cuts), best, chain, whole)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -77,8 +77,12 @@ class Chain:
     machine: Machine
     sizes: Mapping[str, int]
 
-    def blocks(self, *, optimizer: float = TRAINED_MEMORY_FACTOR) -> Blocks:
-        """Return the chain as plain numbers; `optimizer` is the memory of a trained parameter per byte of it."""
+    def blocks(self, *, optimizer: float = TRAINED_MEMORY_FACTOR, layers_first: bool = False) -> Blocks:
+        """Return the chain as plain numbers; `optimizer` is the memory of a trained parameter per byte of it.
+
+        With `layers_first` any number of cuts between repeated layers costs less than one inside.
+        """
+        inside = 1.0 + sum(place.sent for place in self.places) if layers_first else 0.0
         kept = [
             held + (optimizer - 1) * trained + buffers
             for held, trained, buffers in zip(self.parameters, self.trained, self.buffers, strict=True)
@@ -93,7 +97,7 @@ class Chain:
                 Shared(item.blocks, item.parameter + (optimizer - 1) * item.trained + item.buffer, item.saved)
                 for item in self.shared
             ),
-            prices=tuple(place.sent + 1e-3 * place.depth for place in self.places),
+            prices=tuple(place.sent + 1e-3 * place.depth + inside * place.inside_layer for place in self.places),
             names=tuple(map(self.name, range(len(self.times)))),
         )
 

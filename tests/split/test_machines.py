@@ -133,6 +133,24 @@ def test_a_cut_inside_a_layer_that_gains_much_is_made() -> None:
     assert cut(3, head=2, cut_inside_layers=False) == ("1.mlp.2", WIDTH)
 
 
+def test_cuts_inside_of_layers_are_few_and_have_their_reason() -> None:
+    """Six layers of 9 and a head of 13 in three stages: 27 | 27 | 13 by whole layers; one cut inside is enough."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(6)), nn.Linear(WIDTH, 13 * WIDTH))
+        x = torch.ones(4, 512, WIDTH)
+    pipe = pipeline(model, (x,), num_stages=3, machine=ARITHMETIC)
+    found = balanced_cut(chain_of(pipe.traced, ARITHMETIC), 3)
+    inside = [found.chain.places[cut - 1].inside_layer for cut in found.balance.cuts]
+    assert inside.count(True) == 1
+    assert found.with_whole_layers is not None
+    longer = found.with_whole_layers / found.balance.bottleneck - 1
+    reason = f"1 of 2 cuts is inside of a layer: with whole layers the busiest rank would take {longer:.1%} longer"
+    assert reason in found.summary
+    assert longer > 0.03
+    assert reason in pipe.balance
+    assert "inside of a layer" not in balanced_cut(found.chain, 3, cut_inside_layers=False).summary
+
+
 def test_a_slow_link_keeps_a_cut_out_of_the_wide_part() -> None:
     """Sending four widths instead of one costs more there than the better balance gains."""
     slow = Machine(matmul_flops={torch.float32: 1e12}, memory_bandwidth=1e18, overhead=0.0, link_bandwidth=2e9)
