@@ -66,13 +66,17 @@ from .traced import TracedModel as TracedModel
 from .tracing.events import Called as Called
 from .tracing.events import Effect as Effect
 from .tracing.events import Entered as Entered
+from .tracing.events import Event as Event
 from .tracing.events import History as History
 from .tracing.events import KeptValue as KeptValue
 from .tracing.events import Left as Left
 from .tracing.events import Line as Line
+from .tracing.events import Repeated as Repeated
+from .tracing.events import RepeatedEvents as RepeatedEvents
 from .tracing.events import SizeExpression as SizeExpression
 from .tracing.events import TensorNumber as TensorNumber
 from .tracing.events import line_text as line_text
+from .tracing.events import tensor_numbers as tensor_numbers
 from .tracing.replay import Replay as Replay
 from .tracing.run import has_forward_hooks as has_forward_hooks
 from .tracing.tracer import ModelTracer as ModelTracer
@@ -82,3 +86,4 @@ from .unsent import Unsent as Unsent
 from .unsent import UnsentOutput as UnsentOutput
 from .unsent import UnsentValue as UnsentValue
 from .unsent import as_values as as_values
+from .untouched import paused_collector as paused_collector

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -39,6 +41,11 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.requires_grad)
+
+    @functools.cached_property
+    def nbytes(self) -> Dim:
+        """Bytes of the tensor, as an expression of the symbolic dims."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def symbols(self) -> frozenset[sympy.Symbol]:

@@ -45,7 +45,7 @@ def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False
     The model's code has to run in the mode that the block gets; with `real` all of the block does. `stop()` is called
     when the model's code has ended, if torch goes on to make tensors of its own; `surroundings` are all that was noted.
     """
-    with _paused_collector():
+    with paused_collector():
         watch = Watch(model, real=real)
         failed = True
         try:
@@ -61,7 +61,7 @@ def left_as_it_was(model: nn.Module, *, real: bool = False, always: bool = False
 
 
 @contextlib.contextmanager
-def _paused_collector() -> Iterator[None]:
+def paused_collector() -> Iterator[None]:
     """Pause the garbage collector: what is made meanwhile stays young, and is found without a look at all the rest."""
     enabled = gc.isenabled()
     gc.disable()

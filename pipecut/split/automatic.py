@@ -49,11 +49,10 @@ class BalancedCut:
         )
 
     def _cuts_inside_layers(self) -> str:
-        inside = [self.chain.places[cut - 1].cut for cut in self.balance.cuts if self.chain.places[cut - 1].inside_layer]
+        inside = sum(self.chain.places[cut - 1].inside_layer for cut in self.balance.cuts)
         if not inside:
             return ""
-        share = f"{len(inside)} of {counted(len(self.balance.cuts), 'cut')}"
-        verb = "is" if len(inside) == 1 else "are"
+        share, verb = f"{inside} of {counted(len(self.balance.cuts), 'cut')}", "is" if inside == 1 else "are"
         if self.with_whole_layers is None:
             return f"; {share} {verb} inside of a layer: no cut between whole layers fits"
         longer = self.with_whole_layers / self.balance.bottleneck - 1

@@ -13,7 +13,18 @@ from typing import Any, TypeAlias, TypeVar
 import sympy
 
 from ..errors import InputError, SplitError
-from ..pipe_ir import HERE, ModelTracer, RecomputedValue, Ref, StageInfo, Template, TracedModel, Unsent, bind_inputs
+from ..pipe_ir import (
+    HERE,
+    ModelTracer,
+    RecomputedValue,
+    Ref,
+    StageInfo,
+    Template,
+    TracedModel,
+    Unsent,
+    bind_inputs,
+    paused_collector,
+)
 from ..text import structure_text
 from .build import (
     build_stage_module,
@@ -51,7 +62,8 @@ def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _Pi
     """
     requested = RequestedOutputs.of(outputs)
     retrace = partial(_cut_again, tracer, find_cuts, into, requested)
-    return _Cutter(tracer, find_cuts, requested).cut(partial(into, retrace=retrace))
+    with paused_collector():  # most of what is made meanwhile stays
+        return _Cutter(tracer, find_cuts, requested).cut(partial(into, retrace=retrace))
 
 
 def _cut_again(
@@ -70,7 +82,8 @@ def _cut_again(
     Modules at the paths of `apart` have generated forwards already, and get another: their own code is gone.
     """
     again = tracer.for_call(args, kwargs, first.training, first.device)
-    return _Cutter(again, find_cuts, outputs, variant, apart).cut(into)
+    with paused_collector():
+        return _Cutter(again, find_cuts, outputs, variant, apart).cut(into)
 
 
 class _Cutter:

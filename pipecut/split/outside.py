@@ -8,33 +8,14 @@ trace does the same, even if it takes some of them from a cache.
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import sympy
-import torch
-from torch import Tensor
-
-from ..pipe_ir import (
-    Called,
-    Entered,
-    History,
-    Left,
-    Line,
-    Replay,
-    SizeExpression,
-    TensorNumber,
-    TracedModel,
-    line_text,
-    operator_name,
-)
+from ..pipe_ir import Called, Entered, History, Line, Repeated, Replay, TracedModel, line_text, operator_name
 from ..torch_internals import is_overload
 from .program import Piece, WholeCall, walk
-
-Call: TypeAlias = tuple[str, int]  # the path of a module, and the number of its call
+from .value_numbers import Call, HistoryReader, PlainSizes, Reading, Step, ValueNumber, ValueTable
 
 
 @dataclass(frozen=True)
@@ -66,8 +47,8 @@ def constant_writes(traced: TracedModel, whole: Collection[Call]) -> Iterator[_C
     """Yield the writes outside of whole calls to tensors that no stage keeps."""
     history = traced.history
     assert history is not None
-    reader = _Reader(_Table(), whole)
-    items = reader.read(history, _Numbers(history, history.sizes), with_gradients=True).items
+    reader = HistoryReader(ValueTable(), whole, _repeated(history).keys())
+    items = reader.read(history, PlainSizes(history, history.sizes), with_gradients=True).items
     outside = {reader.storages[tensor] for tensor in history.constants if tensor in reader.storages}
     for item in items:
         if isinstance(item.event, Called) and any(reader.storages[each] in outside for each in item.event.written):
@@ -83,246 +64,89 @@ def whole_calls(programs: Sequence[Piece]) -> set[Call]:
 def find_difference(traced: TracedModel, whole: Collection[Call], replays: Sequence[Replay]) -> _Difference | None:
     """Return the first thing outside of whole calls that other runs of the model do not do as the trace."""
     assert traced.history is not None
-    table = _Table()
-    again = _Reader(table, whole)
+    # Calls that are like earlier ones in both runs need no look inside, unless something differs.
+    if _first_difference(traced.history, whole, replays, opens_repeated=False) is None:
+        return None
+    return _first_difference(traced.history, whole, replays, opens_repeated=True)
+
+
+def _first_difference(
+    traced: History, whole: Collection[Call], replays: Sequence[Replay], *, opens_repeated: bool
+) -> _Difference | None:
+    table = ValueTable()
+    again = HistoryReader(table, whole)
     for replay in replays:
-        numbers = _Numbers(traced.history, replay.history.sizes)
-        expected = _Reader(table, whole).read(traced.history, numbers, replay.with_gradients)
-        found = again.read(replay.history, _Numbers(replay.history, ()), replay.with_gradients)
+        numbers, own_numbers = PlainSizes(traced, replay.history.sizes), PlainSizes(replay.history, ())
+        once = HistoryReader(table, whole)
+        if not opens_repeated:
+            pair = _Pair((traced, numbers), (replay.history, own_numbers), replay.with_gradients)
+            once.closed = again.closed = pair.alike_calls()
+        expected = once.read(traced, numbers, replay.with_gradients)
+        found = again.read(replay.history, own_numbers, replay.with_gradients)
         difference = _compare(expected, found, replay)
         if difference is not None:
             return difference
     return None
 
 
-class _Table:
-    """Value numbers: each different description gets the next one. `changing` depend on inputs or random numbers."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._constants: list[tuple[Tensor, int]] = []
-        self.changing: set[int] = set()
-
-    def number(self, description: Any, changing: bool = False) -> int:
-        found = self._numbers.setdefault(description, len(self._numbers))
-        if changing:
-            self.changing.add(found)
-        return found
-
-    def knows(self, description: Any) -> bool:
-        return description in self._numbers
-
-    def constant(self, tensor: Tensor) -> int:
-        """Return the number of a tensor from elsewhere: the same for the same tensor, or for one that is equal."""
-        for known, number in self._constants:
-            if known is tensor or _is_equal(known, tensor):
-                return number
-        number = self.number(("constant", len(self._constants)))
-        self._constants.append((tensor, number))
-        return number
+def _repeated(history: History) -> dict[Call, Repeated]:
+    """Return the calls that are like earlier ones, and change nothing but their own tensors."""
+    found = (event for event in history.events if isinstance(event, Repeated))
+    return {event.call: event for event in found if event.template.is_closed}
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    if not alike or one.is_meta or one.layout != torch.strided:
-        return False
-    with torch.no_grad():
-        return bool(torch.equal(one, other))
+class _Pair:
+    """Two runs, to compare calls that are like earlier ones in both: by what those earlier ones do to what is given."""
 
+    def __init__(
+        self, one: tuple[History, PlainSizes], other: tuple[History, PlainSizes], with_gradients: bool
+    ) -> None:
+        self._runs, self._with_gradients = (one, other), with_gradients
+        self._table = ValueTable()
+        self._same: dict[tuple[int, int], tuple[dict[int, int], dict[int, int]] | None] = {}
 
-class _Numbers:
-    """Sizes of a trace as plain numbers, for a run in which the inputs have given shapes."""
+    def alike_calls(self) -> set[Call]:
+        """Return the calls that do the same in both runs if they are given the same."""
+        first, second = (_repeated(history) for history, _ in self._runs)
+        return {call for call in first.keys() & second.keys() if self._is_alike(first[call], second[call])}
 
-    def __init__(self, history: History, shapes: Sequence[Sequence[int]]) -> None:
-        self._sizes = {symbol: shapes[nth][dim] for symbol, (nth, dim) in history.symbols.items()} if shapes else {}
-        self._known: dict[Any, Any] = {}
+    def _is_alike(self, one: Repeated, other: Repeated) -> bool:
+        key = id(one.template), id(other.template)
+        if key not in self._same:
+            steps, values = zip(*map(self._steps, (one, other), self._runs), strict=True)
+            self._same[key] = values if steps[0] == steps[1] else None
+        values_of = self._same[key]
+        if values_of is None:
+            return False
+        kept = [[values.get(each) for each in call.kept] for values, call in zip(values_of, (one, other), strict=True)]
+        same_modules = sorted(one.modules.values()) == sorted(other.modules.values())
+        return same_modules and kept[0] == kept[1] and None not in kept[0]
 
-    def __call__(self, expr: Any) -> Any:
-        key = type(expr), expr  # 1 and True are equal, and have one hash
-        if key not in self._known:
-            self._known[key] = self._evaluate(expr)
-        return self._known[key]
-
-    def _evaluate(self, expr: Any) -> Any:
-        value = expr.xreplace(self._sizes) if hasattr(expr, "xreplace") else expr
-        if getattr(value, "free_symbols", ()):
-            return ("a number that depends on data",)
-        if isinstance(value, bool | sympy.logic.boolalg.BooleanAtom):
-            return ("bool", bool(value))
-        return int(value) if getattr(value, "is_integer", isinstance(value, int)) else ("float", f"{float(value):.15g}")
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A step of generated code: the call of a function or of a whole module."""
-
-    number: int
-    call: Call
-    event: Called | Entered
-    args: Any
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """All that generated code does in a run: its steps, and what comes of them."""
-
-    items: tuple[_Item, ...]
-    result: Any
-    state: Mapping[str, int]
-    calls: Mapping[int, int]  # of whole modules whose arguments change from call to call
-
-
-@dataclass
-class _Reader:
-    """Reads histories of runs in a row; what one leaves behind is known in the next."""
-
-    table: _Table
-    whole: Collection[Call]
-    numbers: dict[int, int] = field(default_factory=dict)
-    storages: dict[int, int] = field(default_factory=dict)
-    writes: dict[int, tuple[int, int]] = field(default_factory=dict)  # to storages: the last one, and when it was
-    born: dict[int, int] = field(default_factory=dict)  # when tensors were made; a write after that has changed them
-    clock: int = 0
-
-    def read(self, history: History, sizes: _Numbers, with_gradients: bool) -> _Reading:
-        """Return what generated code does in a run; the gradient mode counts only if `with_gradients`."""
-        self._begin(history)
-        items: list[_Item] = []
-        calls: Counter[int] = Counter()
-        open_calls: list[tuple[Call, int | None]] = []
-        result: Any = ()
-        for event in history.events:
-            self.clock += 1
-            inside_whole = bool(open_calls) and open_calls[-1][1] is not None
-            if isinstance(event, Entered):
-                if inside_whole:
-                    open_calls.append((open_calls[-1][0], -1))
-                    continue
-                call = (event.path, event.nth_call)
-                number = None
-                if call in self.whole:
-                    args = self._value(event.args, history, sizes)
-                    number = self._number(("call", event.path, args))
-                    items.append(_Item(number, open_calls[-1][0], event, args))
-                    calls[number] += number in self.table.changing
-                open_calls.append((call, number))
-            elif isinstance(event, Left):
-                _, number = open_calls.pop()
-                if number == -1:
-                    continue
-                if number is None:
-                    result = self._value(event.result, history, sizes)
-                self._leave(event, history, number)
-            elif not inside_whole:
-                items.append(self._function(event, open_calls[-1][0], history, sizes, with_gradients))
-        state = {name: self._tensor(number, history) for name, number in history.state.items()}
-        return _Reading(tuple(items), result, state, +calls)
-
-    def _begin(self, history: History) -> None:
-        """Age what earlier runs have left: what depends on their inputs is not what a trace computes anew."""
-        for tensor, number in self.numbers.items():
-            if number in self.table.changing:
-                self.numbers[tensor] = self.table.number(("earlier", number), changing=True)
-        for position, tensor in enumerate(history.inputs):
-            self.numbers[tensor] = self.table.number(("input", position), changing=True)
-        for name, tensor in reversed(list(history.state.items())):
-            self.numbers[tensor] = self.table.number(("state", name))
-            self.writes.pop(self.storages.get(tensor, -1), None)
-
-    def _function(self, event: Called, call: Call, history: History, sizes: _Numbers, with_gradients: bool) -> _Item:
-        self.storages.update(event.storages)
-        args = self._value(event.args, history, sizes)
-        modes = event.modes if with_gradients else event.modes[1:]
-        number = self._number((event.function, args, modes), changing=_is_random(event.function))
-        used = set(_tensor_numbers(event.args))
-        for position, made in enumerate(event.made):
-            result = ("result", number, position)
-            if made in event.passed_on and not self.table.knows(result):
-                self._note(made, self._tensor(event.passed_on[made], history))  # in the trace it is the argument
-            elif made not in used:
-                self._note(made, self.table.number(result, number in self.table.changing))
-        for written in event.written:
-            self.writes[self.storages[written]] = self.clock, number
-        return _Item(number, call, event, args)
-
-    def _leave(self, event: Left, history: History, number: int | None) -> None:
-        for position, (own, handed_on) in enumerate(event.handed_on):
-            if number is not None:
-                self._note(handed_on, self.table.number(("result", number, position), number in self.table.changing))
-            elif own != handed_on:
-                self._note(handed_on, self._tensor(own, history))
-
-    def _note(self, tensor: int, number: int) -> None:
-        self.numbers[tensor], self.born[tensor] = number, self.clock
-
-    def _number(self, description: Any, changing: bool = False) -> int:
-        return self.table.number(description, changing or any(map(self._changes, _value_numbers(description))))
-
-    def _changes(self, number: int) -> bool:
-        return number in self.table.changing
-
-    def _tensor(self, tensor: int, history: History) -> int:
-        number = self.numbers.get(tensor)
-        if number is None:
-            known = history.constants.get(tensor)
-            number = self.table.number("made unseen") if known is None else self.table.constant(known)
-            self.numbers[tensor] = number
-        when, written = self.writes.get(self.storages.get(tensor, -1), (-1, -1))
-        if when <= self.born.get(tensor, -1):
-            return number
-        return self._number(("written", _Value(number), _Value(written)))
-
-    def _value(self, value: Any, history: History, sizes: _Numbers) -> Any:
-        """Return an argument with value numbers for tensors, and numbers for sizes."""
-        if isinstance(value, TensorNumber):
-            return _Value(self._tensor(value.number, history))
-        if isinstance(value, SizeExpression):
-            return sizes(value.expr)
-        if isinstance(value, tuple):
-            return tuple([self._value(item, history, sizes) for item in value])
-        return value
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A tensor among arguments, by its value number."""
-
-    number: int
-
-
-def _value_numbers(value: Any) -> Iterator[int]:
-    if isinstance(value, _Value):
-        yield value.number
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _value_numbers(item)
-
-
-def _tensor_numbers(value: Any) -> Iterator[int]:
-    if isinstance(value, TensorNumber):
-        yield value.number
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensor_numbers(item)
-
-
-@functools.cache
-def _is_random(function: Any) -> bool:
-    """Return True for a function that draws random numbers; operators say so, functions have the name of one."""
-    name = getattr(function, "__name__", "")
-    packet = None if is_overload(function) else getattr(torch.ops.aten, name, None)
-    overloads = [function] if is_overload(function) else [getattr(packet, each) for each in _overloads(packet)]
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-
-
-def _overloads(packet: Any) -> Sequence[str]:
-    return packet.overloads() if hasattr(packet, "overloads") else ()
+    def _steps(self, call: Repeated, run: tuple[History, PlainSizes]) -> tuple[list[Any], dict[int, int]]:
+        """Return all that the earlier call does, and the values of its tensors, in terms of what it is given."""
+        template, (history, sizes) = call.template, run
+        reader = HistoryReader(self._table, ())
+        for place, number in (*enumerate(template.outside), *reversed(template.given)):
+            label = "outside" if number in template.outside else "given"
+            reader.numbers[number] = self._table.number((label, place))
+        steps: list[Any] = [[label for label, _ in template.given], len(template.outside)]
+        for event in template.events:
+            reader.clock += 1
+            if isinstance(event, Called):
+                item = reader.function(event, call.call, history, sizes, self._with_gradients)
+                steps.append((item.number, event.written != ()))
+            elif isinstance(event, Entered):
+                steps.append((event.path.removeprefix(call.paths[0]), reader.value(event.args, history, sizes)))
+            else:
+                steps.append(reader.value(event.result, history, sizes))
+                reader.leave(event, history, None)
+        return steps, reader.numbers
 
 
 # The first step that differs, in words.
 
 
-def _compare(expected: _Reading, found: _Reading, replay: Replay) -> _Difference | None:
+def _compare(expected: Reading, found: Reading, replay: Replay) -> _Difference | None:
     same_steps = [item.number for item in expected.items] == [item.number for item in found.items]
     if replay.error is None:
         same_outcome = (expected.result, expected.state, expected.calls) == (found.result, found.state, found.calls)
@@ -351,7 +175,7 @@ def _compare(expected: _Reading, found: _Reading, replay: Replay) -> _Difference
     )
 
 
-def _describe(item: _Item | None, other: _Item | None) -> str:
+def _describe(item: Step | None, other: Step | None) -> str:
     if item is None:
         return "does nothing more"
     if isinstance(item.event, Entered):
@@ -359,7 +183,7 @@ def _describe(item: _Item | None, other: _Item | None) -> str:
     return f"calls {_name(item.event.function)}{_values(item, other)}"
 
 
-def _values(item: _Item, other: _Item | None) -> str:
+def _values(item: Step, other: Step | None) -> str:
     """Return the plain arguments that differ from those of the other step, if it is a call of the same."""
     if other is None or _what(item) != _what(other):
         return ""
@@ -368,7 +192,7 @@ def _values(item: _Item, other: _Item | None) -> str:
     return f" with {', '.join(map(_text, different))}" if different else " with another tensor"
 
 
-def _what(item: _Item) -> Any:
+def _what(item: Step) -> Any:
     return item.event.path if isinstance(item.event, Entered) else item.event.function
 
 
@@ -381,7 +205,7 @@ def _plain(value: Any) -> Iterator[Any]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, _Value):
+    if isinstance(value, ValueNumber):
         return "a tensor"
     return str(value[1]) if isinstance(value, tuple) and len(value) == 2 else str(value)
 

@@ -14,9 +14,10 @@ from typing import TypeAlias
 from ..errors import SplitError
 from ..pipe_ir import Effect, Fallback, ModelTracer, TracedModel, line_text
 from .build import generated_paths
-from .outside import Call, constant_writes, find_difference, whole_calls
+from .outside import constant_writes, find_difference, whole_calls
 from .points import SplitPlan
 from .program import Piece
+from .value_numbers import Call
 
 _FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
 

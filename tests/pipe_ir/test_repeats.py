@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import SplitPoint
-from pipecut.pipe_ir.tracing.events import Repeats
+from pipecut.pipe_ir.tracing.repeats import Repeats
 from pipecut.pipe_ir.tracing.repeats import Follower
 from tests.support.equality import assert_equals_uncut
 from tests.support.sampling import sampled

@@ -42,6 +42,7 @@ class Symbols:
         names, decisions = asked.names, list(decisions)
         self._merged: dict[sympy.Symbol, sympy.Basic] = dict(same)
         self._renamed: dict[sympy.Symbol, sympy.Basic] = {}
+        self._specs: dict[tuple[int, bool], tuple[torch.Tensor, TensorSpec]] = {}  # with the tensors: their ids count
         self.origin: dict[sympy.Symbol, Place] = {}
         places = {
             (position, dim): _expr(size)
@@ -159,10 +160,15 @@ class Symbols:
         return renamed
 
     def spec(self, tensor: torch.Tensor, requires_grad: bool) -> TensorSpec:
-        """Return the spec of a traced tensor."""
+        """Return the spec of a traced tensor; of one that stands for several values it is one object."""
+        known = self._specs.get((id(tensor), requires_grad))
+        if known is not None:
+            return known[1]
         strided = tensor.layout == torch.strided
         stride = tuple(map(self._dim, tensor.stride())) if strided else ()
-        return TensorSpec(tuple(map(self._dim, tensor.shape)), tensor.dtype, stride, requires_grad)
+        spec = TensorSpec(tuple(map(self._dim, tensor.shape)), tensor.dtype, stride, requires_grad)
+        self._specs[id(tensor), requires_grad] = tensor, spec
+        return spec
 
     def _dim(self, size: Any) -> Dim:
         expr = _expr(size)

@@ -1,33 +1,28 @@
 """Events in the history of a run: calls of torch functions and of modules, with all that was passed to them.
 
-Also the numbers of the tensors of a run, and the modules of a model that look alike, so that their calls may be too.
+Also the numbers of the tensors of a run.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import linecache
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ...torch_internals import (
-    STATE_DICTS,
     FakeTensor,
     buffers_of,
-    children_of,
-    parameters_of,
     storage_id,
     unwrapped,
 )
 from ..structure import Atom
-from ..traced import PLAIN_TYPES
 
 
 @dataclass(frozen=True)
@@ -136,6 +131,132 @@ class KeptValue:
 Event: TypeAlias = Called | Entered | Left
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedEvents:
+    """The events of a call that others are like.
+
+    `given` are its arguments and its state, each with the place or the name that it has for the module; `outside` are
+    other tensors that it has not made, in the order in which it uses them. `is_closed` is False if it writes to any.
+    """
+
+    events: tuple[Event, ...]
+    given: tuple[tuple[int | str, int], ...]
+    outside: tuple[int, ...]
+    own: frozenset[int]
+    is_closed: bool
+
+    @classmethod
+    def of(
+        cls, events: tuple[Event, ...], given: Sequence[tuple[Any, int]], owns: Callable[[int], bool], storages: int
+    ) -> RepeatedEvents:
+        """Find the tensors that a call uses; memories below `storages` are not its own."""
+        known = {number for _, number in given}
+        used = [number for event in events for number in tensor_numbers(_values(event))]
+        made = frozenset(number for number in used if owns(number))
+        made |= {number for event in events if isinstance(event, Called) for number in event.made if owns(number)}
+        outside = tuple(dict.fromkeys(number for number in used if number not in known and number not in made))
+        called = [event for event in events if isinstance(event, Called)]
+        is_closed = all(dict(event.storages).get(each, -1) >= storages for event in called for each in event.written)
+        return cls(events, tuple(given), outside, made, is_closed)
+
+
+def _values(event: Event) -> Any:
+    return (event.result, tuple(map(TensorNumber, sum(event.handed_on, ())))) if isinstance(event, Left) else event.args
+
+
+def tensor_numbers(value: Any) -> Iterator[int]:
+    """Yield the numbers of the tensors in an argument."""
+    if isinstance(value, TensorNumber):
+        yield value.number
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensor_numbers(item)
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """The rest of a call, after its begin, that was seen to be like an earlier one: it has the events of that.
+
+    Its tensors have the numbers of `known`, and `shift` added to those of the earlier call's own. `kept` are those that
+    outlive the call, by their numbers in the earlier one.
+    """
+
+    template: RepeatedEvents
+    nth_call: int
+    paths: tuple[str, str]  # of the earlier module, and of this one
+    modules: Mapping[str, str]  # paths of those that it has called, by those in the earlier call
+    shift: int
+    known: Mapping[int, int]
+    memories: Mapping[int, int]
+    nth_calls: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def call(self) -> tuple[str, int]:
+        """The path of the module, and the number of its call."""
+        return self.paths[1], self.nth_call
+
+    def number(self, number: int) -> int:
+        """Return the number of the tensor for which another one stands in the earlier call."""
+        return self.known.get(number, number + self.shift if number in self.template.own else number)
+
+    @property
+    def left(self) -> Left:
+        """The end of the call."""
+        end = self._copy(self.template.events[-1], iter(()))
+        assert isinstance(end, Left)
+        return end
+
+    def events(self) -> list[Event]:
+        """Return the events."""
+        nth_calls = iter(self.nth_calls)
+        return [self._copy(event, nth_calls) for event in self.template.events]
+
+    def _copy(self, event: Event, nth_calls: Iterator[int]) -> Event:
+        if isinstance(event, Called):
+            return self._copy_function(event)
+        if isinstance(event, Entered):
+            args = event.args[0], self._value(event.args[1])
+            return replace(event, path=self._path(event.path), nth_call=next(nth_calls), args=args)
+        pairs = tuple((self.number(one), self.number(other)) for one, other in event.handed_on)
+        return replace(event, result=(event.result[0], self._value(event.result[1])), handed_on=pairs)
+
+    def _copy_function(self, event: Called) -> Called:
+        number, memories = self.number, self.memories
+        return Called(
+            event.function,
+            self._value(event.args),
+            tuple([number(each) for each in event.made]),
+            tuple([number(each) for each in event.written]),
+            tuple([(number(each), memories.get(memory, memory)) for each, memory in event.storages]),
+            event.modes,
+            event.line,
+            {number(one): number(other) for one, other in event.passed_on.items()} if event.passed_on else {},
+        )
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, TensorNumber):
+            return TensorNumber(self.number(value.number))
+        if not isinstance(value, tuple):
+            return value
+        if len(value) == 2 and value[0] == "module":
+            return "module", self._path(value[1])
+        return tuple([self._value(item) for item in value])
+
+    def _path(self, path: str) -> str:
+        return self.modules.get(path) or moved(path, *self.paths)
+
+
+def moved(path: str, earlier: str, later: str) -> str:
+    """Return the path of a module inside of another one for that of its counterpart in an earlier one.
+
+    >>> moved("layers.0.norm", "layers.0", "layers.12"), moved("layers.01", "layers.0", "layers.12")
+    ('layers.12.norm', 'layers.01')
+    """
+    inside = path == earlier or path.startswith(f"{earlier}.")
+    return later + path[len(earlier) :] if inside else path
+
+
 @dataclass(frozen=True)
 class History:
     """One run. `inputs` are its tensor inputs, `sizes` their shapes, `state` parameters and buffers by name.
@@ -143,13 +264,18 @@ class History:
     `constants` are tensors from elsewhere. `symbols` are the tracer's for the sizes of inputs, by input and dim.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[Event | Repeated, ...]
     inputs: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
     symbols: Mapping[Any, tuple[int, int]]
     state: Mapping[str, int]
     constants: Mapping[int, Tensor]
     effects: tuple[Effect, ...] = ()
+
+    def all_events(self) -> Iterator[Event]:
+        """Yield the events, also of calls that are like earlier ones."""
+        for event in self.events:
+            yield from event.events() if isinstance(event, Repeated) else (event,)
 
 
 def line_text(line: Line) -> str:
@@ -256,13 +382,10 @@ def new_buffers(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Tenso
     return {name: tensor for name, tensor in now.items() if tensor is not None and tensor is not before.get(name)}
 
 
-_LEAST_MODULES = 3  # in a module that is worth the comparison
-
-
 def other_path(one: History, other: History) -> str | None:
     """Return the path of the module in which two runs begin to call other functions or modules; None if they do not."""
     opened: list[str] = []
-    for event, its in itertools.zip_longest(one.events, other.events):
+    for event, its in itertools.zip_longest(one.all_events(), other.all_events()):
         called = [getattr(each, "function", getattr(each, "path", None)) for each in (event, its)]
         if type(event) is not type(its) or called[0] != called[1]:
             return opened[-1] if opened else ""
@@ -271,82 +394,6 @@ def other_path(one: History, other: History) -> str | None:
         elif isinstance(event, Left):
             opened.pop()
     return None
-
-
-class Repeats:
-    """Modules of a model that look alike, by their paths; those that turned out to differ are left out.
-
-    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
-    >>> Repeats(model).groups
-    {'0': 0, '1': 0, '2': 0}
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.groups = _groups(model)
-        self._diverged: collections.Counter[int] = collections.Counter()
-
-    def leave_out(self, path: str) -> None:
-        """Compute the calls of a module as if nothing were like it; after a second one, of all of its group."""
-        group = self.groups.pop(path)
-        self._diverged[group] += 1
-        if self._diverged[group] > 1:
-            self.groups = {each: number for each, number in self.groups.items() if number != group}
-
-
-def _groups(model: nn.Module) -> dict[str, int]:
-    """Return a number for each module that others look like; of a module and those inside it, for one of them only."""
-    numbers: dict[Any, int] = {}
-    sizes: dict[int, int] = {}
-    members: dict[int, list[str]] = {}
-
-    def describe(path: str, module: nn.Module) -> int:
-        children = {name: child for name, child in children_of(module).items() if child is not None}
-        inside = tuple((name, describe(f"{path}.{name}".lstrip("."), child)) for name, child in children.items())
-        number = numbers.setdefault((_looks(module), inside), len(numbers))
-        sizes[number] = 1 + sum(sizes[each] for _, each in inside)
-        members.setdefault(number, []).append(path)
-        return number
-
-    describe("", model)
-    worth = {number: sizes[number] * (len(paths) - 1) for number, paths in members.items()}
-    found: dict[str, int] = {}
-    around: set[str] = set()
-    for number in sorted(members, key=lambda number: -worth[number]):
-        paths = members[number]
-        if worth[number] and sizes[number] >= _LEAST_MODULES and not _overlap(paths, found, around):
-            found |= dict.fromkeys(paths, number)
-            around.update(above for path in paths for above in _ancestors(path))
-    return {path: sorted(set(found.values())).index(number) for path, number in found.items()}
-
-
-def _overlap(paths: Sequence[str], found: Mapping[str, int], around: set[str]) -> bool:
-    return any(path in around or path in found or any(up in found for up in _ancestors(path)) for path in paths)
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _looks(module: nn.Module) -> Any:
-    """Return what can be seen of a module itself: its class, tensors and plain attributes.
-
-    Of whole numbers only the names: many modules know their place among others. Whatever comes of that is compared.
-    """
-    tensors = (*parameters_of(module).items(), *buffers_of(module).items())
-    attributes = ((name, value) for name, value in vars(module).items() if name not in STATE_DICTS)
-    return (
-        type(module),
-        tuple((name, None if tensor is None else spec_of(tensor)) for name, tensor in tensors),
-        tuple((name, _shown(value)) for name, value in attributes),
-    )
-
-
-def _shown(value: Any) -> Any:
-    if type(value) is int or not isinstance(value, PLAIN_TYPES):
-        return type(value).__name__
-    return type(value).__name__, repr(value)
 
 
 def spec_of(tensor: Tensor) -> tuple[Any, ...]:

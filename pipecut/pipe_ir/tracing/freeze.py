@@ -188,7 +188,7 @@ class _Operations:
 
     def finished(self) -> tuple[Operation, ...]:
         """Return the operations as they are in the end."""
-        return tuple(replace(each.operation, spec=_with_grad(each)) for each in self._all)
+        return tuple(map(_finished, self._all))
 
     def note(self, recorded: RecordedNode, tick: int) -> None:
         """Read the next node: a size, a change of modes, or an operation."""
@@ -358,9 +358,11 @@ def _refs(value: Any) -> tuple[int, ...]:
     return ()
 
 
-def _with_grad(each: _OpenOperation) -> Any:
-    spec = each.operation.spec
-    return None if spec is None else replace(spec, requires_grad=each.requires_grad)
+def _finished(each: _OpenOperation) -> Operation:
+    operation, spec = each.operation, each.operation.spec
+    if spec is None or spec.requires_grad is each.requires_grad:
+        return operation
+    return replace(operation, spec=replace(spec, requires_grad=each.requires_grad))
 
 
 def _events(span: OpenSpan) -> Iterator[tuple[int, OpenSpan, bool]]:

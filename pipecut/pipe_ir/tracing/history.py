@@ -38,12 +38,12 @@ from .events import (
     Left,
     Line,
     Numbers,
-    Repeats,
+    Repeated,
     SizeExpression,
     TensorNumber,
 )
 from .records import is_users_code
-from .repeats import DivergedError, Follower, RecordedCall, RepeatedCalls
+from .repeats import DivergedError, Follower, RecordedCall, RepeatedCalls, Repeats
 
 
 class HistoryRecorder(TorchFunctionMode):
@@ -55,7 +55,7 @@ class HistoryRecorder(TorchFunctionMode):
         super().__init__()
         self._paths = paths  # by the id of a module's own dict
         self.numbers = numbers or Numbers()
-        self._events: list[Event] = []
+        self._events: list[Event | Repeated] = []
         self._calls: dict[str, int] = {}
         self._open: list[str] = []
         self._paused = 0
@@ -73,7 +73,7 @@ class HistoryRecorder(TorchFunctionMode):
 
     def begin(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Note the inputs of a run, and the model's parameters and buffers."""
-        with self.paused():
+        with torch_functions_off():
             self._inputs = tuple(self.numbers.new(tensor) for tensor in tensors)
             self._sizes = tuple(tuple(map(_hint, tensor.shape)) for tensor in tensors)
             for nth, tensor in enumerate(tensors):
@@ -112,7 +112,7 @@ class HistoryRecorder(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int]:
         """Note the begin of a module's call; return the numbers of events and of tensors so far."""
-        with self.paused():
+        with torch_functions_off():
             path = self._paths[id(vars(module))]
             nth_call = self._calls.get(path, 0)
             self._calls[path] = nth_call + 1
@@ -142,7 +142,7 @@ class HistoryRecorder(TorchFunctionMode):
         known = self._repeated.begin(path, tensors, flat, state, len(self._events), len(self._open) - 1, self.numbers)
         if known is None:
             return
-        following = Follower(known, path, self.numbers)
+        following = Follower(known, path, nth_call, self.numbers)
         if following.begin(tensors, state):
             self.following = following
         else:
@@ -157,12 +157,12 @@ class HistoryRecorder(TorchFunctionMode):
         """Compare the end of a module's call with that of the call that is followed; return its result."""
         following = self.following
         assert following is not None
-        with self.paused(), self.noting_divergence():
+        with torch_functions_off(), self.noting_divergence():
             self._open.pop()
             output = following.left(self.flat(output, holders=True), output, buffers)
             if following.is_finished:
                 following.finish()
-                self._events += following.copied()
+                self._events.append(following.copied())
                 self.following = None
         return output
 
@@ -190,7 +190,7 @@ class HistoryRecorder(TorchFunctionMode):
 
     def leave(self, result: Any, handed_on: Any, buffers: Mapping[str, Tensor]) -> None:
         """Note the end of a module's call; `handed_on` is its result as the caller gets it."""
-        with self.paused():
+        with torch_functions_off():
             if self._open:  # after an exception, whose trace is dropped, there may be none
                 self._open.pop()
             leaves, _ = flatten(result, holders=True)

@@ -32,7 +32,7 @@ from ..copies import quiet_subclass
 from ..sizes.symbols import SizeDecisions
 from ..structure import map_leaves
 from ..traced import PLAIN_TYPES, ModuleRef, Opaque, SpanKind, Template
-from .events import Repeats, new_buffers
+from .events import new_buffers
 from .history import TraceHistory
 from .records import (
     NOTHING,
@@ -49,6 +49,7 @@ from .records import (
     nodes_given,
     user_line,
 )
+from .repeats import Repeats
 
 
 class Recorder:

@@ -27,6 +27,7 @@ from ...torch_internals import (
     buffers_of,
     is_higher_order,
     storage_id,
+    torch_functions_off,
     unproxied,
 )
 from ..structure import LEAF, Atom
@@ -317,13 +318,14 @@ class CopiedCall:
         """Add the nodes of the earlier call to the graph, and its spans to that of the call."""
         if len(self._tracer.graph.nodes) != self._span.begin:
             raise self._following.fail("computes something past the functions of torch")
-        for number, tensor in self._following.given.items():
-            slot, before = get_proxy_slot(tensor, self._tracer, None), self._call.before.get(number)
-            if (before is None) is not (slot is None):
-                raise self._following.fail("gets a tensor that the tracer does not know")
-            if before is not None and slot is not None:
-                self._nodes[before] = slot.proxy.node
-        self._copy_nodes()
+        with torch_functions_off():
+            for number, tensor in self._following.given.items():
+                slot, before = get_proxy_slot(tensor, self._tracer, None), self._call.before.get(number)
+                if (before is None) is not (slot is None):
+                    raise self._following.fail("gets a tensor that the tracer does not know")
+                if before is not None and slot is not None:
+                    self._nodes[before] = slot.proxy.node
+            self._copy_nodes()
         with unproxied():  # the tracer asks for sizes
             for number, tensor in self._following.own.items():
                 after = self._call.after.get(number)

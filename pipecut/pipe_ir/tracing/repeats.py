@@ -12,17 +12,28 @@ are known by their reference counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...torch_internals import ambient_modes, references_to, torch_functions_off, unproxied, version_of
+from ...torch_internals import (
+    STATE_DICTS,
+    ambient_modes,
+    buffers_of,
+    children_of,
+    parameters_of,
+    references_to,
+    torch_functions_off,
+    unproxied,
+    version_of,
+)
 from ..structure import flatten, nested_tensors, unflatten
-from ..traced import Template
-from .events import Called, Entered, Event, Left, Numbers, Repeats, TensorNumber, spec_of
+from ..traced import PLAIN_TYPES, Template
+from .events import Called, Entered, Event, Left, Numbers, Repeated, RepeatedEvents, TensorNumber, moved, spec_of
 
 
 class DivergedError(Exception):
@@ -31,6 +42,85 @@ class DivergedError(Exception):
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path!r} {why}")
         self.path = path
+
+
+_LEAST_MODULES = 3  # in a module that is worth the comparison
+
+
+class Repeats:
+    """Modules of a model that look alike, by their paths; those that turned out to differ are left out.
+
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
+    >>> Repeats(model).groups
+    {'0': 0, '1': 0, '2': 0}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups = _groups(model)
+        self._diverged: collections.Counter[int] = collections.Counter()
+
+    def leave_out(self, path: str) -> None:
+        """Compute the calls of a module as if nothing were like it; after a second one, of all of its group."""
+        group = self.groups.pop(path)
+        self._diverged[group] += 1
+        if self._diverged[group] > 1:
+            self.groups = {each: number for each, number in self.groups.items() if number != group}
+
+
+def _groups(model: nn.Module) -> dict[str, int]:
+    """Return a number for each module that others look like; of a module and those inside it, for one of them only."""
+    numbers: dict[Any, int] = {}
+    sizes: dict[int, int] = {}
+    members: dict[int, list[str]] = {}
+
+    def describe(path: str, module: nn.Module) -> int:
+        children = {name: child for name, child in children_of(module).items() if child is not None}
+        inside = tuple((name, describe(f"{path}.{name}".lstrip("."), child)) for name, child in children.items())
+        number = numbers.setdefault((_looks(module), inside), len(numbers))
+        sizes[number] = 1 + sum(sizes[each] for _, each in inside)
+        members.setdefault(number, []).append(path)
+        return number
+
+    describe("", model)
+    worth = {number: sizes[number] * (len(paths) - 1) for number, paths in members.items()}
+    found: dict[str, int] = {}
+    around: set[str] = set()
+    for number in sorted(members, key=lambda number: -worth[number]):
+        paths = members[number]
+        if worth[number] and sizes[number] >= _LEAST_MODULES and not _overlap(paths, found, around):
+            found |= dict.fromkeys(paths, number)
+            around.update(above for path in paths for above in _ancestors(path))
+    return {path: sorted(set(found.values())).index(number) for path, number in found.items()}
+
+
+def _overlap(paths: Sequence[str], found: Mapping[str, int], around: set[str]) -> bool:
+    return any(path in around or path in found or any(up in found for up in _ancestors(path)) for path in paths)
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _looks(module: nn.Module) -> Any:
+    """Return what can be seen of a module itself: its class, tensors and plain attributes.
+
+    Of whole numbers only the names: many modules know their place among others. Whatever comes of that is compared.
+    """
+    tensors = (*parameters_of(module).items(), *buffers_of(module).items())
+    attributes = ((name, value) for name, value in vars(module).items() if name not in STATE_DICTS)
+    return (
+        type(module),
+        tuple((name, None if tensor is None else spec_of(tensor)) for name, tensor in tensors),
+        tuple((name, _shown(value)) for name, value in attributes),
+    )
+
+
+def _shown(value: Any) -> Any:
+    if type(value) is int or not isinstance(value, PLAIN_TYPES):
+        return type(value).__name__
+    return type(value).__name__, repr(value)
 
 
 @dataclass
@@ -58,6 +148,7 @@ class RecordedCall:
     results: dict[int, Template] = field(default_factory=dict)
     ambient: dict[int, Any] = field(default_factory=dict)
     floats: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    template: RepeatedEvents | None = None
     of_trace: Any = None  # its span and nodes, if there is a tracer
 
     def owns(self, number: int) -> bool:
@@ -109,11 +200,12 @@ class RepeatedCalls:
         """Record the next call like one of this module anew."""
         self._known = {key: known for key, known in self._known.items() if known is not call}
 
-    def finish(self, events: Sequence[Event], numbers: Numbers) -> None:
+    def finish(self, events: Sequence[Event | Repeated], numbers: Numbers) -> None:
         """End the call that is being recorded."""
         call, self.open = self.open, None
         assert call is not None
-        call.events, call.end, call.storages_end = tuple(events[call.first :]), numbers.count, numbers.storages
+        call.events = tuple(event for event in events[call.first :] if not isinstance(event, Repeated))
+        call.end, call.storages_end = numbers.count, numbers.storages
         call.met = frozenset(number for number in numbers.met if number >= call.numbers)
         is_own = all(
             call.owns(number) for event in call.events if isinstance(event, Called) for number in event.written
@@ -124,6 +216,8 @@ class RepeatedCalls:
         if call.is_fit:
             own = (number for number in range(call.numbers, call.end) if call.owns(number))
             call.specs = {number: spec_of(numbers.tensors[number]) for number in own if number in numbers.tensors}
+            given = [*enumerate(map(numbers.of, call.tensors)), *sorted(call.state.items())]
+            call.template = RepeatedEvents.of(call.events, given, call.owns, call.storages)
             self._known[self._key] = call
 
 
@@ -143,8 +237,8 @@ def _without_tensors(frozen: Any) -> Any:
 class Follower:
     """Comparison of one call, while its code runs, with an earlier one that it is like."""
 
-    def __init__(self, call: RecordedCall, path: str, numbers: Numbers) -> None:
-        self.call, self.path, self._numbers = call, path, numbers
+    def __init__(self, call: RecordedCall, path: str, nth_call: int, numbers: Numbers) -> None:
+        self.call, self.path, self.nth_call, self._numbers = call, path, nth_call, numbers
         self.nth_calls: list[int] = []
         self._paths: dict[str, str] = {}  # of modules of this call, by those of the other; the same if they share one
         self.own: dict[int, Tensor] = {}  # tensors of this call, by the numbers that stand for them in the other
@@ -210,16 +304,12 @@ class Follower:
 
     def module_path(self, path: str) -> str | None:
         """Return the path of a module in the other call; None for one that is no counterpart of another."""
-        inside = path == self.path or path.startswith(f"{self.path}.")
-        other = self.call.path + path[len(self.path) :] if inside else path
+        other = moved(path, self.path, self.call.path)
         return other if self._paths.setdefault(other, path) == path else None
 
     def own_path(self, path: str) -> str:
         """Return the path of a module of the other call in this one."""
-        if path in self._paths:
-            return self._paths[path]
-        inside = path == self.call.path or path.startswith(f"{self.call.path}.")
-        return self.path + path[len(self.call.path) :] if inside else path
+        return self._paths.get(path) or moved(path, self.call.path, self.path)
 
     def fail(self, why: str) -> DivergedError:
         """Return the error for a difference."""
@@ -307,9 +397,10 @@ class Follower:
 
     # The copy of what the other call has left behind.
 
-    def copied(self) -> list[Event]:
-        """Return the events of this call, and give its tensors their numbers."""
+    def copied(self) -> Repeated:
+        """Return what stands for the events of this call, and give its tensors their numbers."""
         call, numbers = self.call, self._numbers
+        assert call.template is not None
         shift = numbers.count - call.numbers
         numbers.count += call.end - call.numbers
         memories = {number: numbers.new_storage() for number in range(call.storages, call.storages_end)}
@@ -317,55 +408,10 @@ class Follower:
         for number, tensor in self.made.items():
             numbers.adopt(tensor, number + shift, memories[numbers.storage(numbers.tensors[number])])
         known = {number: numbers.of(tensor) for number, tensor in self.given.items()}
-
-        def translate(number: int) -> int:
-            return known.get(number, number + shift if call.owns(number) else number)
-
-        copy = _Copy(translate, self.own_path, memories, iter(self.nth_calls))
-        return [copy.of(event) for event in call.events]
+        kept, paths = tuple(sorted(self.made)), (call.path, self.path)
+        nth_calls, modules = tuple(self.nth_calls), dict(self._paths)
+        return Repeated(call.template, self.nth_call, paths, modules, shift, known, memories, nth_calls, kept)
 
 
 _NUMBERED = {0: torch.empty(0)}
 _OWN_REFERENCES = references_to(_NUMBERED[0])  # to a tensor that only the table of numbers has
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Copy of events, with other numbers, paths and memories."""
-
-    number: Callable[[int], int]
-    path: Callable[[str], str]
-    memories: Mapping[int, int]
-    nth_calls: Iterator[int]
-
-    def of(self, event: Event) -> Event:
-        if isinstance(event, Called):
-            return self._function(event)
-        if isinstance(event, Entered):
-            args = event.args[0], self.value(event.args[1])
-            return replace(event, path=self.path(event.path), nth_call=next(self.nth_calls), args=args)
-        pairs = tuple((self.number(one), self.number(other)) for one, other in event.handed_on)
-        return replace(event, result=(event.result[0], self.value(event.result[1])), handed_on=pairs)
-
-    def _function(self, event: Called) -> Called:
-        number, memories = self.number, self.memories
-        return Called(
-            event.function,
-            self.value(event.args),
-            tuple([number(each) for each in event.made]),
-            tuple([number(each) for each in event.written]),
-            tuple([(number(each), memories.get(memory, memory)) for each, memory in event.storages]),
-            event.modes,
-            event.line,
-            {number(one): number(other) for one, other in event.passed_on.items()} if event.passed_on else {},
-        )
-
-    def value(self, value: Any) -> Any:
-        """Return an argument in terms of the copy."""
-        if isinstance(value, TensorNumber):
-            return TensorNumber(self.number(value.number))
-        if not isinstance(value, tuple):
-            return value
-        if len(value) == 2 and value[0] == "module":
-            return "module", self.path(value[1])
-        return tuple([self.value(item) for item in value])

@@ -41,10 +41,11 @@ from ..structure import map_leaves
 from ..surroundings import Generator, Place
 from ..traced import TracedModel
 from ..untouched import Watch
-from .events import Effect, History, KeptValue, Numbers, Repeats, line_text, new_buffers, other_path
+from .events import Effect, History, KeptValue, Numbers, line_text, new_buffers, other_path
 from .history import HistoryRecorder, innermost_line
 from .outside_state import NUMBER, StateWatch, changed_places, uses_in, watched_sources, without_watch
 from .records import reason_of
+from .repeats import Repeats
 from .run import is_without_memory, kept_random_numbers, own_code
 
 

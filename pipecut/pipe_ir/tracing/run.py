@@ -25,12 +25,11 @@ from ..sizes.dynamic import Dynamic, DynamicDims
 from ..traced import Opaque, Template, TracedModel
 from ..untouched import Watch, run_untouched
 from .branches import AnsweredBranches
-from .events import Repeats
 from .freeze import freeze
 from .history import HistoryRecorder
 from .recorder import Recorder
 from .records import UntraceableError, place_of
-from .repeats import DivergedError
+from .repeats import DivergedError, Repeats
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -21,9 +21,9 @@ from ..sizes.dynamic import AUTO, Dynamic
 from ..structure import map_leaves
 from ..traced import Fallback, TracedModel
 from ..untouched import Watch, run_untouched
-from .events import Repeats
 from .recorder import Recorder
 from .records import UntraceableError, place_of, reason_of, why_and_where
+from .repeats import Repeats
 from .replay import Replayer, Replays, StandInInputs
 from .run import has_forward_hooks, is_without_memory, kept_random_numbers, silence_hooks, trace, without_diverged
 

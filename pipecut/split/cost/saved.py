@@ -5,7 +5,6 @@ The records of operators (`pipe_ir.operators`) name the rule of those that are m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from .trial import arguments_of, try_operation
 
 def bytes_of(op: Operation) -> Dim:
     """Return the bytes of the tensor that an operation makes, as an expression of the symbolic dims."""
-    return 0 if op.spec is None else math.prod(op.spec.shape) * op.spec.dtype.itemsize
+    return 0 if op.spec is None else op.spec.nbytes
 
 
 class MemoryMap:
