@@ -1,12 +1,19 @@
-"""Text of messages: names, lists, counts, tensors and sizes of memory, without torch."""
+"""Text of messages: names, lists, counts, tensors and sizes of memory, and lines about work that takes long.
+
+Without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
+import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
@@ -203,3 +210,54 @@ def format_bytes_rounded_up(size: float) -> str:
 
 def _unit_for(size: float) -> tuple[str, float]:
     return next((each for each in _WRITTEN_UNITS if size >= each[1]), _WRITTEN_UNITS[-1])
+
+
+# Lines about work that takes long, on a terminal; what it does is also in the log.
+
+_PATIENCE = 2.0  # seconds of silence before the first line, and between lines about one phase
+
+
+class _Work(threading.local):
+    """The work of a thread: when it began, and the last line about it."""
+
+    begin: float | None = None
+    last: str = ""
+    said: float = 0.0
+
+
+_WORK = _Work()
+
+
+@contextlib.contextmanager
+def phase(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log what a block does and how long it took; on a terminal, say so if all of the work takes longer than 2 seconds.
+
+    >>> with phase(logging.getLogger("pipecut.example"), "counting"):
+    ...     sum(range(4))
+    6
+    """
+    begin, outermost = time.monotonic(), _WORK.begin is None
+    if outermost:
+        _WORK.begin, _WORK.last, _WORK.said = begin, "", begin
+    _say(what)
+    try:
+        yield
+        logger.debug("%s took %.2f s", what, time.monotonic() - begin)
+    finally:
+        if outermost:
+            _WORK.begin = None
+
+
+def still(what: str) -> None:
+    """Say how far a phase is, if nothing was said for a while; outside of any phase, nothing."""
+    if time.monotonic() - _WORK.said >= _PATIENCE:
+        _say(what)
+
+
+def _say(what: str) -> None:
+    now = time.monotonic()
+    if _WORK.begin is None or what == _WORK.last or now - _WORK.begin < _PATIENCE:
+        return
+    _WORK.last, _WORK.said = what, now
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"pipecut: {what} ({now - _WORK.begin:.0f} s so far)", file=sys.stderr)

@@ -9,6 +9,7 @@ and in `split` cost, recompute, state and chain. `pipe_split`, the one operator 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,14 @@ def operator_of(target: Any) -> Operator:
     >>> operator_of(torch.ops.aten.relu.default).saves, operator_of("aten::addmm").flops([(2,), (2, 3), (3, 5)], (2, 5))
     ('result', 60)
     """
+    if is_overload(target):
+        return _operator_of_overload(target)
     return OPERATORS.get(target if isinstance(target, str) else operator_name(target), _OTHER)
+
+
+@functools.cache  # overloads are there for good; other callables may hold on to a model
+def _operator_of_overload(target: Any) -> Operator:
+    return OPERATORS.get(operator_name(target), _OTHER)
 
 
 # Formulas of FLOPs.

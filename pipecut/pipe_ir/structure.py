@@ -202,6 +202,8 @@ def _open(value: Any, is_holder: Callable[[Any], bool]) -> _Opened | None:
     opener = _OPENERS.get(type(value))
     if opener is not None:
         return opener(value)
+    if isinstance(value, Tensor):
+        return None
     if not pytree.tree_is_leaf(value):
         return _open_registered(value)
     if isinstance(value, dict):

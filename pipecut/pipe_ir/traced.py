@@ -162,6 +162,7 @@ class Operation:
     writes: tuple[int, ...] = ()
     constant: Any = None
     number: type | None = None
+    like: int | None = None  # the operation of an earlier call that it is a copy of: it computes the same of the same
 
 
 SpanKind = Literal["call", "checkpoint", "function"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..run import digest
 from ..split import Machine, MachineLike, default_machine, machine_of
-from ..text import Memory, dtype_name, parse_memory
+from ..text import Memory, dtype_name, parse_memory, phase, still
 from .candidate import memory_remedies
 from .choices import (
     Choice,
@@ -35,9 +36,11 @@ from .ranking import Ranking, measure_best, measure_cut
 from .replicas import checked_wrappers, layouts, replica_counts
 from .training_plan import Alternative, TrainingPlan, fingerprint
 
+_LOG = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, type(None))
 
 
+@phase(_LOG, "planning")
 def plan(
     model: nn.Module,
     inputs: tuple[Any, ...] | Tensor,
@@ -86,7 +89,7 @@ def plan(
     (2, 2, 16)
     """
     check_member(group)
-    report = progress or (lambda text: None)
+    report = progress or _report
 
     def prepare() -> _SearchSpace:
         check_request(ranks, batch, recompute, time_budget, speeds, cost)
@@ -151,6 +154,11 @@ def plan(
         times=_times_text(next(iter(chains.values())).machine, cost == "measured", group is not None),
         source=space.source,
     )
+
+
+def _report(text: str) -> None:
+    _LOG.debug("%s", text)
+    still(text)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from ..pipe_ir import (
     bind_inputs,
     paused_collector,
 )
-from ..text import structure_text
+from ..text import phase, structure_text
 from .build import (
     build_stage_module,
     check_no_backward_hooks,
@@ -51,6 +52,8 @@ from .state import (
 )
 from .stay_whole import Checks, Cuts
 
+_LOG = logging.getLogger(__name__)
+
 _FindCuts: TypeAlias = Callable[[TracedModel], SplitPlan]
 _PipeT = TypeVar("_PipeT")
 
@@ -62,7 +65,8 @@ def cut_model(tracer: ModelTracer, find_cuts: _FindCuts, into: Callable[..., _Pi
     """
     requested = RequestedOutputs.of(outputs)
     retrace = partial(_cut_again, tracer, find_cuts, into, requested)
-    with paused_collector():  # most of what is made meanwhile stays
+    what = f"cutting {type(tracer.model).__name__}"
+    with phase(_LOG, what), paused_collector():  # most of what is made meanwhile stays
         return _Cutter(tracer, find_cuts, requested).cut(partial(into, retrace=retrace))
 
 
@@ -82,7 +86,8 @@ def _cut_again(
     Modules at the paths of `apart` have generated forwards already, and get another: their own code is gone.
     """
     again = tracer.for_call(args, kwargs, first.training, first.device)
-    with paused_collector():
+    what = f"cutting {type(tracer.model).__name__} for calls of another form"
+    with phase(_LOG, what), paused_collector():
         return _Cutter(again, find_cuts, outputs, variant, apart).cut(into)
 
 
@@ -118,17 +123,21 @@ class _Cutter:
         self.live_hooks = hooks_to_trace(cuts.traced, cuts.programs)
         if self.live_hooks:
             cuts = self._traced()
-        checks = Checks(self.tracer, cuts.traced, self.live_hooks)
+        with phase(_LOG, "running the model again, to compare"):
+            checks = Checks(self.tracer, cuts.traced, self.live_hooks)
         cuts = checks.kept_whole(cuts, self.find_cuts, partial(partition, apart=self.apart))
         warn_of_assigned_attributes(cuts.traced, cuts.programs)
         modes = self._modes(cuts, self.apart)
         whole = self._whole(cuts, checks, into) if _leaves_outputs(cuts) else None
         self._other = None
-        return _cut_programs(cuts, modes, partial(into, whole=whole), variant=self.variant)
+        with phase(_LOG, "writing the code of the stages"):
+            return _cut_programs(cuts, modes, partial(into, whole=whole), variant=self.variant)
 
     def _traced(self, training: bool | None = None) -> Cuts:
-        traced = self.outputs.marked(self.tracer.trace(self.live_hooks, training=training))
-        plan = self.find_cuts(traced)
+        with phase(_LOG, "tracing the model"):
+            traced = self.outputs.marked(self.tracer.trace(self.live_hooks, training=training))
+        with phase(_LOG, "finding where to cut"):
+            plan = self.find_cuts(traced)
         return Cuts(traced, plan, partition(traced, plan.ticks, apart=self.apart))
 
     def _modes(self, cuts: Cuts, apart: Collection[str]) -> ModeDifferences:
@@ -150,7 +159,8 @@ class _Cutter:
 
     def _other_mode(self, training: bool) -> tuple[TracedModel, Checks]:
         if self._other is None:
-            traced = self.tracer.trace(self.live_hooks, training=training)
+            with phase(_LOG, "tracing the model in the other mode, training or evaluation"):
+                traced = self.tracer.trace(self.live_hooks, training=training)
             self._other = traced, Checks(self.tracer, traced, self.live_hooks, training=training)
         return self._other
 

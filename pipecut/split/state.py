@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,10 +115,18 @@ def _all_names(model: nn.Module) -> list[str]:
 
 
 def _names_held(traced: TracedModel, holdings: Holdings) -> set[str]:
-    whole = tuple(f"{path}." for path in holdings.whole)
     buffers = (name for name, _ in traced.model.named_buffers(remove_duplicate=False))
     everything = (*_all_names(traced.model), *buffers)
-    return {name for name in everything if name in holdings.tensors or name.startswith(whole)}
+    return {name for name in everything if name in holdings.tensors or _is_inside(name, holdings.whole)}
+
+
+def _is_inside(name: str, paths: Collection[str]) -> bool:
+    """Return True for a name below one of some paths."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in paths and name:
+            return True
+    return False
 
 
 def written_state(traced: TracedModel) -> set[str]:

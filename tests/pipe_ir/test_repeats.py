@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipecut import SplitPoint
-from pipecut.pipe_ir.tracing.repeats import Repeats
-from pipecut.pipe_ir.tracing.repeats import Follower
+from pipecut.pipe_ir.tracing.repeats import Follower, Repeats
 from tests.support.equality import assert_equals_uncut
 from tests.support.sampling import sampled
 from tests.support.traces import traced_in_both_ways

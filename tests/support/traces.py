@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from pipecut.pipe_ir import (
     Called,
     Entered,
+    Event,
     History,
     ModelTracer,
     Operation,
+    Repeated,
     Span,
     Template,
     TensorNumber,
@@ -22,6 +24,7 @@ from pipecut.pipe_ir import (
     flatten,
 )
 from pipecut.pipe_ir.tracing.replay import Replays
+from pipecut.split.outside import find_difference
 
 
 def traced_in_both_ways(
@@ -46,6 +49,7 @@ def traced_in_both_ways(
     assert [run.error for run in again.runs] == [run.error for run in full_again.runs]
     for run, other in zip(again.runs, full_again.runs, strict=True):
         assert_same_history(run.history, other.history)
+    assert str(find_difference(traced, (), again.runs)) == str(find_difference(full, (), full_again.runs))
     return tracer, (traced, again)
 
 
@@ -57,7 +61,9 @@ def assert_same_trace(one: TracedModel, other: TracedModel) -> None:
     for mine, theirs in zip(one.operations, other.operations, strict=True):
         for entry in fields(Operation):
             a, b = getattr(mine, entry.name), getattr(theirs, entry.name)
-            if entry.name == "tick":
+            if entry.name == "like":
+                assert a is None or one.operations[a].target == mine.target, mine.name
+            elif entry.name == "tick":
                 assert ranks[0].get(a) == ranks[1].get(b), mine.name
             elif entry.name == "storage":
                 assert memories.agree(a, b), mine.name
@@ -90,11 +96,12 @@ def assert_same_trace(one: TracedModel, other: TracedModel) -> None:
 def assert_same_history(one: History, other: History) -> None:
     """Check that two histories are equal, apart from the numbers of tensors and memories."""
     tensors, memories = _Renaming(), _Renaming()
-    assert len(one.events) == len(other.events)
+    events, other_events = _all_events(one), _all_events(other)
+    assert len(events) == len(other_events)
     assert all(tensors.agree(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
     assert one.state.keys() == other.state.keys()
     assert all(tensors.agree(one.state[name], other.state[name]) for name in one.state)
-    for mine, theirs in zip(one.events, other.events, strict=True):
+    for mine, theirs in zip(events, other_events, strict=True):
         assert type(mine) is type(theirs)
         for entry in fields(mine):
             a, b = getattr(mine, entry.name), getattr(theirs, entry.name)
@@ -113,6 +120,10 @@ def assert_same_history(one: History, other: History) -> None:
             else:
                 assert a == b, (mine, theirs)
     assert set(one.effects) == set(other.effects)
+
+
+def _all_events(history: History) -> list[Event]:
+    return [each for event in history.events for each in (event.events() if isinstance(event, Repeated) else [event])]
 
 
 class _Renaming:

@@ -304,6 +304,7 @@ class Numbers:
     _storages: dict[Any, int] = field(default_factory=dict)
     _last_made: dict[int, int] = field(default_factory=dict)  # in each storage
     _alive: list[Tensor] = field(default_factory=list)
+    _named: dict[int, TensorNumber] = field(default_factory=dict)
 
     def of(self, tensor: Tensor) -> int:
         """Return the number of a tensor; one that is met for the first time comes from elsewhere.
@@ -333,6 +334,13 @@ class Numbers:
         self.constants.pop(number, None)
         self.met.discard(number)
         return number
+
+    def named(self, number: int) -> TensorNumber:
+        """Return the one object for a number: equal ones are mostly compared, and the same are equal at once."""
+        known = self._named.get(number)
+        if known is None:
+            known = self._named[number] = TensorNumber(number)
+        return known
 
     def storage(self, tensor: Tensor) -> int:
         """Return the number of the memory that a tensor is in; a negative one if it has none to speak of."""

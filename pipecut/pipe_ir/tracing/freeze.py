@@ -183,6 +183,7 @@ class _Operations:
         self._input_names = input_names
         self._device = device
         self._all: list[_OpenOperation] = []
+        self._made: dict[Node, Operation] = {}
         self._data_numbers: dict[Any, int] = {}
         self._checked = _checked_numbers(run.nodes)
 
@@ -213,6 +214,7 @@ class _Operations:
         args = tuple(self._argument(item) for item in recorded.args)
         kwargs = {key: self._argument(item) for key, item in recorded.kwargs.items()}
         refs = _refs((args, kwargs))
+        like = None if recorded.like is None else self._made.get(recorded.like)
         requires_grad = self._carries_gradient(recorded, kind, target, refs)
         op = Operation(
             index=len(self._all),
@@ -225,12 +227,14 @@ class _Operations:
             spec=self.symbols.spec(recorded.value, requires_grad) if isinstance(recorded.value, torch.Tensor) else None,
             storage=self._storage(recorded, target, refs),
             context=self.modes.context,
-            source=line_of(recorded.stack_trace),
+            source=line_of(recorded.stack_trace) if like is None else like.source,
             refs=refs,
-            writes=_refs(written_arguments(target, args, kwargs)),
+            writes=() if like is not None and not like.writes else _refs(written_arguments(target, args, kwargs)),
             constant=constant,
             number=_NUMBERS.get(type(recorded.value)),
+            like=None if like is None else like.index,
         )
+        self._made[recorded.node] = op
         self._all.append(_OpenOperation(op, requires_grad))
         self.index[recorded.node] = op.index
         if isinstance(recorded.value, SYMBOLIC):

@@ -235,8 +235,7 @@ class HistoryRecorder(TorchFunctionMode):
         self.before_call()
         if self.following is not None:
             self._note_modes()
-            with self.noting_divergence():
-                return self.following.function(func, args, kwargs, self)
+            return self._followed(self.following, func, args, kwargs)
         used = list(nested_tensors((args, kwargs)))
         with torch_functions_off():
             versions = [_version(tensor) for tensor in used]
@@ -251,6 +250,15 @@ class HistoryRecorder(TorchFunctionMode):
                 if self.recording is not None:
                     self._note_result(self.recording, handed_on)
         return handed_on
+
+    def _followed(self, following: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.diverged is not None:
+            raise self.diverged
+        try:
+            return following.function(func, args, kwargs, self)
+        except DivergedError as error:
+            self.diverged = error
+            raise
 
     def _note_result(self, recording: RecordedCall, result: Any) -> None:
         """Note what a function has returned, for calls that are like the one that is recorded."""
@@ -322,7 +330,7 @@ class HistoryRecorder(TorchFunctionMode):
     def frozen(self, value: Any) -> Any:
         """Return a value of an argument in a form that can be kept and compared."""
         if isinstance(value, Tensor):
-            return TensorNumber((self.following or self.numbers).of(value))
+            return self.numbers.named((self.following or self.numbers).of(value))
         if isinstance(value, SYMBOLIC):
             return SizeExpression(value.node.expr)
         if type(value) is float:

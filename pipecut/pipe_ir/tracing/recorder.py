@@ -20,6 +20,7 @@ from torch.autograd.function import Function
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from ...text import still
 from ...torch_internals import (
     FakeTensor,
     buffers_of,
@@ -216,6 +217,7 @@ class Recorder:
         if not self.listens:
             return
         path = self._paths[id(vars(module))]
+        still(f"tracing {path}")
         nth_call = self._calls.get(path, 0)
         self._calls[path] = nth_call + 1
         if self.history.following is not None:

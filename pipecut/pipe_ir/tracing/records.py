@@ -61,12 +61,13 @@ class RecordedNode:
     value: Any
     stack_trace: str
     memory: int | None = None  # of a copy: the memory that it would be in
+    like: Node | None = None  # of a copy: the node of the earlier call
 
     @classmethod
     def of(cls, node: Node) -> RecordedNode:
         value, stack_trace = node.meta.get("val"), node.meta.get("stack_trace") or ""
-        memory = node.meta.get("memory")
-        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace, memory)
+        memory, like = node.meta.get("memory"), node.meta.get("like")
+        return cls(node, node.op, node.target, node.args, dict(node.kwargs), value, stack_trace, memory, like)
 
 
 @dataclass
@@ -356,6 +357,7 @@ class CopiedCall:
                 if known is None:
                     known = memories[memory] = memory if memory in self._call.outside else next(_MEMORIES)
                 copy.meta["memory"] = known
+            copy.meta["like"] = node
             for name in ("val", "stack_trace"):
                 if name in node.meta:
                     copy.meta[name] = node.meta[name]

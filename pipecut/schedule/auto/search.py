@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from random import Random
 
 from ...errors import PlanError
+from ...text import phase, still
 from ..costs import Costs, HasLink, checked_number
 from ..plan import Plan, collector_paused
 from ..simulate import simulate
@@ -15,6 +17,8 @@ from .local_search import local_search, placed_weights
 from .pattern import Pattern, pattern_candidates, tune_pattern
 from .problem import Arrangement, Excess, MemoryLimit, arrangements, limits_of, no_plan_fits, problem_for
 from .timing import Budget, Clock, lower_bound
+
+_LOG = logging.getLogger(__name__)
 
 # The parts of the budget. Fixed schedules and the move of their weight gradients have none: they are always tried.
 PARTS = {"patterns": 0.3, "greedy": 0.2, "tuned greedy": 0.1, "local search": 0.4}
@@ -62,6 +66,7 @@ def auto_schedule(
     return found.plan
 
 
+@phase(_LOG, "searching a schedule")
 @collector_paused
 def search_schedule(
     *,
@@ -163,6 +168,7 @@ class _Search:
         patterns: dict[Arrangement, list[tuple[Pattern, Candidate]]] = {}
         rules: dict[Arrangement, list[tuple[Rules, Candidate]]] = {}
         for arrangement, clock in self.clocks.items():
+            still(f"searching patterns for {arrangement}")
             if "patterns" in self.parts and not self._is_proven(arrangement):
                 patterns[arrangement] = pattern_candidates(clock, self.objective, self.budget)
                 self.candidates += [(arrangement, candidate) for _, candidate in patterns[arrangement]]
@@ -171,6 +177,7 @@ class _Search:
                 arrangement, [candidate for each, candidate in self.candidates if each == arrangement]
             )
         for arrangement, clock in self.clocks.items():
+            still(f"scheduling greedily for {arrangement}")
             if "greedy" in self.parts and not self._is_proven(arrangement):
                 bound, part = self.bounds[arrangement], self.parts["greedy"] / len(self.clocks)
                 rules[arrangement] = greedy_candidates(clock, self.objective, bound, self.budget, part)
@@ -179,6 +186,7 @@ class _Search:
                 self._place_weights_of(arrangement, best)
         finalists = self._finalists()
         for arrangement in finalists:
+            still(f"improving the best of {arrangement}")
             self._improve(
                 arrangement, patterns.get(arrangement, []), rules.get(arrangement, []), 1 / len(finalists), random
             )

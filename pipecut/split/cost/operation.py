@@ -222,6 +222,7 @@ class OperationTimes:
         self.finder, self.machine = finder, machine
         self.traced = finder.traced
         self._costs = ConcreteCosts(self.traced, sizes)
+        self._known: dict[Any, Times] = {}
         self._repeated = {
             op.index
             for span in self.traced.spans("checkpoint")
@@ -229,9 +230,23 @@ class OperationTimes:
         }
 
     def of(self, op: Operation) -> Times:
-        """Return the times of one operation."""
+        """Return the times of one operation; a copy of another takes as long, if its arguments are of the same kind."""
         if op.kind != "op":
             return Times()
+        weights, trains = self.finder.memory.is_weight, self.finder.saved.index_needs_gradient
+        key = (
+            op.index if op.like is None else op.like,
+            op.index in self._repeated,
+            self.finder.memory.is_view(op),
+            trains(op.index),
+            tuple([(weights[index], trains(index)) for index in op.refs]),
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._computed(op)
+        return known
+
+    def _computed(self, op: Operation) -> Times:
         flops = self._costs.number(operation_flops(self.traced, op))
         moved = self._costs.number(self.finder.bytes_moved(op))
         dtype = self._dtype(op)
