@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import pipecut
 from examples.vision import UNet
+from pipecut.pipe import Pipe
 from pipecut.pipe_ir.traced import TracedModel
 from pipecut.planning.measure import example_values, measure_stages
 from pipecut.planning.measured_chain import measured_chain, refined_cut
@@ -27,7 +28,7 @@ from pipecut.split.automatic import balanced_cut
 from pipecut.split.balance.solve import Blocks, Shared, balance_stages
 from pipecut.split.chain import Chain, chain_of
 from pipecut.split.cost.machine import Machine
-from pipecut.split.cut import cut_model
+from pipecut.split.cut import cut_trace
 from pipecut.split.points import SplitPlan
 
 from .measure import Goal, console, show_table, time_left
@@ -115,7 +116,7 @@ def subjects() -> list[Subject]:
 
 def stage_times(traced: TracedModel, plan: SplitPlan, inputs: Mapping[str, Tensor], rounds: int) -> list[float]:
     """The time of each stage: the median over rounds, in which the stages take turns."""
-    pipe = cut_model(traced, plan)
+    pipe = cut_trace(traced, plan, Pipe)
     device = torch.device("cpu")
     values = example_values(traced, (), inputs, device)
     totals = [[times.total for times in measure_stages(pipe, values, device)] for _ in range(rounds)]

@@ -13,8 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import multiprocessing
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -25,11 +28,11 @@ from examples.gpt import GPT, GPTConfig, random_tokens
 from pipecut.pipe_ir.tracing.recorder import Recorder
 
 from .cuts import cut_by_upstream, cut_ours, even_cuts
-from .measure import Goal, clock, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
+from .measure import Goal, clock, console, in_turn, median_ratio, milliseconds, seconds, show_goals, show_table
 
 LAYERS = (12, 24, 48)
 REPEATED = (8, 80)  # of a Llama: layers that are equal are computed once
-STAGES = 4
+STAGES, LARGE_STAGES = 4, 8
 OURS, AUTOMATIC, UPSTREAM = "pipecut, split_spec", "pipecut, num_stages", "upstream, split_spec"
 STATIC, SYMBOLIC = "export alone, fixed sizes", "export alone, symbolic batch"
 CUTS, EXPORTS = (OURS, AUTOMATIC, UPSTREAM), (STATIC, SYMBOLIC)
@@ -69,7 +72,29 @@ def run(rounds: int) -> list[Goal]:
     few, many = REPEATED
     growth = median_ratio(repeated[many], repeated[few])
     goal = Goal(f"a small Llama: pipeline() of {many} layers, of that of {few}", growth, 1.6)
-    return show_goals([*_goals(timings), goal])
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        taken, memory, report = fresh.apply(_cut_large)
+    console.print(f"Llama of 70B on the meta device, {LARGE_STAGES} stages: {taken:.1f} s; {report}", highlight=False)
+    large = Goal("Llama of 70B on the meta device: megabytes that cutting it takes", memory, 600)
+    return show_goals([*_goals(timings), goal, large])
+
+
+def _cut_large() -> tuple[float, float, str]:
+    """Cut a Llama of 70B in a fresh process: CPU seconds, megabytes at the peak above those before, the balance."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256, use_cache=False, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        example = torch.zeros((1, 4096), dtype=torch.long)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    pipes = []
+    taken = seconds(lambda: pipes.append(pipecut.pipeline(model, (example,), num_stages=LARGE_STAGES)))
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return taken, (peak - before) / 1e6, pipes[0].balance
 
 
 def _time_llama(layers: int) -> float:

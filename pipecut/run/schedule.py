@@ -212,9 +212,9 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
     ) -> Any:
         """Run a training step: forward and backward of all microbatches, which add to the parameters' `.grad`.
 
-        Returns the output for the whole batch on the rank of the last stage, None elsewhere. Keywords go to the model;
-        modules that were cut by hand each get those that were passed on their rank and that their forward takes. With a
-        forward-only plan it is the same as `eval`. With fewer samples than microbatches it runs fewer, and warns once.
+        Returns the output for the whole batch on the last stage's rank, None elsewhere; outputs of earlier stages that
+        no stage uses are placeholders (`outputs=` of `pipeline`). Keywords go to the model; modules cut by hand get
+        those of their rank that they take. A forward-only plan makes it `eval`. Few samples make fewer microbatches.
         """
         return self._run(
             Given(self.plan.training, args, kwargs, target, loss_kwargs, return_outputs, self._merge_spec, losses)
