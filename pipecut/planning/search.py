@@ -136,7 +136,7 @@ def plan(
         on_first_rank(group, lambda: ranking.use_measured_times(times, speeds if group is None else None))
     best = on_first_rank(group, lambda: ranking.select(time_budget))
     if best.dominant_block is not None:
-        warnings.warn(best.dominant_block, PipeWarning, stacklevel=2)
+        warnings.warn(best.dominant_block, PipeWarning, stacklevel=3)  # past the phase around this
     return TrainingPlan(
         model_name=type(model).__name__,
         fingerprint=fingerprint(model),
