@@ -72,7 +72,8 @@ def pipeline(
     gradients, Adam's state and the activations that 1F1B has in flight. Analytic times are those of `machine`: a name
     such as "h100", a `Machine`, or a file of machines; by default the device that the model is on, and for the meta
     device an H100. Layers that the model repeats stay whole unless a cut inside of one is better by more than 5 per
-    cent; `cut_inside_layers=False` keeps them whole in any case, True allows every cut.
+    cent: then few are cut, and `pipe.balance` says why. `cut_inside_layers=False` keeps them whole in any case, True
+    allows every cut.
 
     A module that torch.export cannot trace, as it decides by the values of tensors or leaves torch, stays as it is,
     with a warning: the model is cut around it, and `pipe.traced.fallbacks` says why. For that a copy of the model runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -36,7 +37,7 @@ class BalancedCut:
     plan: SplitPlan
     balance: Balance
     chain: Chain
-    with_whole_layers: float | None = None  # the least bottleneck of cuts between repeated layers, if there is one
+    with_whole_layers: float | None = None  # the least bottleneck of cuts between repeated layers, if it was looked for
 
     @property
     def summary(self) -> str:
@@ -54,6 +55,8 @@ class BalancedCut:
             return ""
         share, verb = f"{inside} of {counted(len(self.balance.cuts), 'cut')}", "is" if inside == 1 else "are"
         if self.with_whole_layers is None:
+            return f"; {share} {verb} inside of a layer"
+        if math.isinf(self.with_whole_layers):
             return f"; {share} {verb} inside of a layer: no cut between whole layers fits"
         longer = self.with_whole_layers / self.balance.bottleneck - 1
         return f"; {share} {verb} inside of a layer: with whole layers the busiest rank would take {longer:.1%} longer"
@@ -72,8 +75,9 @@ def balanced_cut(
     """Return the cut of a chain with the least bottleneck, at the outermost modules that allow it.
 
     Repeated layers stay whole, unless a cut inside of one is better by more than 5 per cent with its transfer counted,
-    or by more than 3 if a rank would take more than 1.1 times the mean; `cut_inside_layers` False keeps them whole in
-    any case, True makes no difference between layers and other modules.
+    or by more than 3 if a rank would take more than 1.1 times the mean; then as few are cut as it takes to come near
+    the best. `cut_inside_layers` False keeps them whole in any case, True makes no difference between layers and other
+    modules.
 
     >>> import torch
     >>> from pipecut import pipeline
@@ -104,7 +108,7 @@ def balanced_cut(
         )
 
     best = solve(chain, 0.0)
-    whole: float | None = None
+    whole = math.inf if cut_inside_layers is None else None
     depths = sorted({place.depth for place in chain.places})
     limit = best.bottleneck * (1 + slack)
     # The outermost modules whose boundaries allow a good enough balance: blocks before the layers inside them.
@@ -119,9 +123,9 @@ def balanced_cut(
             found = solve(outer, 0.0)
         except SplitError:  # too little memory for the larger blocks; the smaller ones are known to fit
             continue
-        if not any(place.inside_layer for place in outer.places):
-            whole = min(found.bottleneck, whole or found.bottleneck)
-        elif whole is not None and cut_inside_layers is None:
+        if whole is not None and not any(place.inside_layer for place in outer.places):
+            whole = min(found.bottleneck, whole)
+        elif whole is not None:
             # What is given up for fewer cuts inside of layers must leave a gain over none.
             limit = min(limit, max(best.bottleneck, whole / (1 + slack)))
         if found.bottleneck <= limit:
