@@ -248,7 +248,7 @@ class TracedCall:
     ) -> TracedCall | None:
         """Return the call as it is in a trace, None if it cannot be copied."""
         nodes = tuple(itertools.islice(reversed(tracer.graph.nodes), span.end - span.begin))[::-1]
-        if not all(_can_be_copied(node, tracer.root) for node in nodes):
+        if not all(map(_can_be_copied, nodes)):
             return None
         counts = [not isinstance(node.meta.get("val"), SYMBOLIC) for node in nodes]
         places = tuple(itertools.accumulate(counts, initial=0))
@@ -270,9 +270,7 @@ def _nodes_of(values: Iterable[int], tracer: Any, numbers: Numbers) -> dict[int,
     return {number: slot.proxy.node for number, slot in slots if slot is not None}
 
 
-def _can_be_copied(node: Node, root: Any) -> bool:
-    if node.op == "get_attr" and isinstance(getattr(root, str(node.target), None), Tensor):
-        return True
+def _can_be_copied(node: Node) -> bool:
     if node.op != "call_function" or node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST) or is_higher_order(node.target):
         return False
     value = node.meta.get("val")
@@ -352,11 +350,8 @@ class CopiedCall:
             if tensor.layout == torch.strided
         }
         for node, memory in zip(self._call.nodes, self._call.memories, strict=True):
-            if node.op == "get_attr":
-                copy = graph.create_node("get_attr", self._copy_constant(str(node.target)))
-            else:
-                args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-                copy = graph.create_node("call_function", node.target, args, kwargs, _plain(node.name))
+            args = self._argument(node.args)
+            copy = graph.create_node("call_function", node.target, args, self._argument(node.kwargs), _plain(node.name))
             if memory is not None:
                 known = memories.get(memory)
                 if known is None:
@@ -367,13 +362,6 @@ class CopiedCall:
                 if name in node.meta:
                     copy.meta[name] = node.meta[name]
             self._nodes[node] = copy
-
-    def _copy_constant(self, name: str) -> str:
-        """Return the next name of the tracer's for the same tensor, as if it had met another one that is equal."""
-        root, stem = self._tracer.root, name.rstrip("0123456789")
-        free = next(each for number in itertools.count() if not hasattr(root, each := f"{stem}{number}"))
-        setattr(root, free, getattr(root, name))
-        return free
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node):
