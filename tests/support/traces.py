@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from pipecut.pipe_ir import (
     Called,
     Entered,
-    Event,
     History,
     ModelTracer,
     Operation,
-    Repeated,
     Span,
     Template,
     TensorNumber,
@@ -96,7 +94,7 @@ def assert_same_trace(one: TracedModel, other: TracedModel) -> None:
 def assert_same_history(one: History, other: History) -> None:
     """Check that two histories are equal, apart from the numbers of tensors and memories."""
     tensors, memories = _Renaming(), _Renaming()
-    events, other_events = _all_events(one), _all_events(other)
+    events, other_events = list(one.all_events()), list(other.all_events())
     assert len(events) == len(other_events)
     assert all(tensors.agree(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
     assert one.state.keys() == other.state.keys()
@@ -120,10 +118,6 @@ def assert_same_history(one: History, other: History) -> None:
             else:
                 assert a == b, (mine, theirs)
     assert set(one.effects) == set(other.effects)
-
-
-def _all_events(history: History) -> list[Event]:
-    return [each for event in history.events for each in (event.events() if isinstance(event, Repeated) else [event])]
 
 
 class _Renaming:
