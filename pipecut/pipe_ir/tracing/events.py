@@ -11,7 +11,7 @@ import linecache
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +153,9 @@ class RepeatedEvents:
         known = {number for _, number in given}
         used = [number for event in events for number in tensor_numbers(_values(event))]
         made = frozenset(number for number in used if owns(number))
-        made |= {number for event in events if isinstance(event, Called) for number in event.made if owns(number)}
-        outside = tuple(dict.fromkeys(number for number in used if number not in known and number not in made))
         called = [event for event in events if isinstance(event, Called)]
+        made |= {number for event in called for number in event.made if owns(number)}
+        outside = tuple(dict.fromkeys(number for number in used if number not in known and number not in made))
         is_closed = all(dict(event.storages).get(each, -1) >= storages for event in called for each in event.written)
         return cls(events, tuple(given), outside, made, is_closed)
 
@@ -177,8 +177,7 @@ def tensor_numbers(value: Any) -> Iterator[int]:
 class Repeated:
     """The rest of a call, after its begin, that was seen to be like an earlier one: it has the events of that.
 
-    Its tensors have the numbers of `known`, and `shift` added to those of the earlier call's own. `kept` are those that
-    outlive the call, by their numbers in the earlier one.
+    `known` and `shift` give its tensors their numbers; `kept` outlive the call, by their numbers in the earlier one.
     """
 
     template: RepeatedEvents
@@ -203,9 +202,7 @@ class Repeated:
     @property
     def left(self) -> Left:
         """The end of the call."""
-        end = self._copy(self.template.events[-1], iter(()))
-        assert isinstance(end, Left)
-        return end
+        return cast(Left, self._copy(self.template.events[-1], iter(())))
 
     def events(self) -> list[Event]:
         """Return the events."""
