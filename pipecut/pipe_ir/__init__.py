@@ -86,4 +86,5 @@ from .unsent import Unsent as Unsent
 from .unsent import UnsentOutput as UnsentOutput
 from .unsent import UnsentValue as UnsentValue
 from .unsent import as_values as as_values
+from .unsent import first_key as first_key
 from .untouched import paused_collector as paused_collector

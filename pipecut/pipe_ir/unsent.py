@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -79,10 +80,19 @@ class UnsentValue:
         _raise(next(_values_in((args, kwargs))))
 
 
+def first_key(name: str) -> str:
+    """Return what `outputs` has to hold to name an output, as code.
+
+    >>> first_key("cache.layers[0]"), first_key("['layer.0'][1]"), first_key("[1].x")
+    ("'cache'", "'layer.0'", '1')
+    """
+    found = re.match(r"\[(.+?)\](?=[.\[]|$)", name)
+    return found[1] if found else repr(re.split(r"[.\[]", name)[0])
+
+
 def _raise(value: UnsentValue, *_: object, **__: object) -> NoReturn:
     unsent = value._unsent
-    name = unsent.name.partition(".")[0].partition("[")[0]
-    asked = repr(name) if name else unsent.name[1 : unsent.name.index("]")]
+    asked = first_key(unsent.name)
     raise UnsentOutputError(
         f"the output {unsent.name} was not sent: stage {unsent.stage} made it, and in a training step stages send what "
         f"later stages use. To have it in the loss or in the result of step(), call pipeline(..., outputs=[{asked}]), "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import InputError, PipeWarning
 from ..pipe_ir import ModelTracer, TracedModel, flatten
 from ..run import digest
-from ..split import Machine, MachineLike, default_machine, machine_of
+from ..split import USED, Machine, MachineLike, RequestedOutputs, default_machine, machine_of
 from ..text import Memory, dtype_name, parse_memory, phase, still
 from .candidate import memory_remedies
 from .choices import (
@@ -103,7 +103,7 @@ def plan(
         _check_speeds(speeds, ranks, counts)
         source = (model, inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
         report("tracing the model")
-        traced = ModelTracer("auto", *source).trace()
+        traced = RequestedOutputs.of(USED).marked(ModelTracer("auto", *source).trace())  # as the plan will be cut
         again = recompute_options(traced, recompute)
         links = machine_of(machine) or default_machine(traced)
         choices: list[Choice] = []

@@ -32,6 +32,7 @@ from .cut import cut_model as cut_model
 from .cut import cut_trace as cut_trace
 from .dataflow import USED as USED
 from .dataflow import Outputs as Outputs
+from .dataflow import RequestedOutputs as RequestedOutputs
 from .points import SplitPlan as SplitPlan
 from .points import SplitPoint as SplitPoint
 from .points import SplitPolicy as SplitPolicy

@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from ..errors import InputError, SplitError
-from ..pipe_ir import HERE, Edge, Operation, Ref, Template, TensorSpec, TracedModel, UnsentOutput
+from ..pipe_ir import HERE, Edge, Operation, Ref, Template, TensorSpec, TracedModel, UnsentOutput, first_key
 from ..text import listed
 from .program import Key, Piece, defined_by, keys_in, used_by_items
 
@@ -293,7 +293,7 @@ class RequestedOutputs:
         known = [name for _, name in _named_leaves(traced.output)]
         for name in self.names or ():
             if not any(_is_part(each, name) for each in known):
-                tops = dict.fromkeys(each.partition(".")[0] for each in known)
+                tops = dict.fromkeys(first_key(each).strip("'") for each in known)
                 raise InputError(
                     f"outputs has {name!r}, and the output of {type(traced.model).__name__} has "
                     f"{listed(filter(None, tops)) or 'no names: it is one value'}"
@@ -310,7 +310,7 @@ class RequestedOutputs:
 
 def _is_part(name: str, whole: str) -> bool:
     """Return True if an output is the one with a name, or inside of it."""
-    return name == whole or name.startswith((f"{whole}.", f"{whole}["))
+    return name == whole or name.startswith((f"{whole}.", f"{whole}[")) or first_key(name) == repr(whole)
 
 
 def _has_dims(traced: TracedModel, index: int) -> bool:

@@ -396,3 +396,28 @@ def test_stages_that_compute_activations_again_keep_what_they_receive() -> None:
     )
     for rank in range(4):
         assert again.memory[rank] < without.memory[rank]
+
+
+class ReturnsItsStates(nn.Module):
+    """A model whose caller gets wide states of its layers, which nothing else uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x.repeat(1, 50))
+        return x, states
+
+
+def test_a_plan_sends_what_its_stages_will_send() -> None:
+    """It counted outputs that a training step leaves where they are: 17 times the bytes."""
+    found = pipecut.plan(ReturnsItsStates(), torch.randn(8, 8), ranks=2, batch=8, microbatch=4, schedules=["1F1B"])
+    edges = found.pipe().edges
+    assert len(edges) == 1
+    planned = found.report.costs.message_bytes
+    assert isinstance(planned, dict)
+    assert planned[0, 1] == 4 * 8 * 4

@@ -232,6 +232,23 @@ def test_outputs_of_a_tuple_are_asked_for_by_number() -> None:
         schedule.step(torch.ones(2, 8))[1].sum()
 
 
+class Flat(Hidden):
+    """The output is a dict, with keys that are no names of Python's."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        result, hidden = super().forward(x)
+        return {"out": result, "layer.0": hidden}
+
+
+def test_the_remedy_for_a_key_that_is_no_name() -> None:
+    schedule = schedule_of(pipeline(Flat(), (torch.ones(2, 8),)), loss_fn=lambda output: output["out"].sum())
+    with pytest.raises(UnsentOutputError, match=r"the output \['layer.0'\] was not sent.*outputs=\['layer.0'\]\)"):
+        schedule.step(torch.ones(2, 8))["layer.0"].sum()
+    assert not pipeline(Flat(), (torch.ones(2, 8),), outputs=["layer.0"]).unsent
+    with pytest.raises(InputError, match=r"outputs has 'layer', and the output of Flat has out, layer.0"):
+        pipeline(Flat(), (torch.ones(2, 8),), outputs=["layer"])
+
+
 def test_an_output_that_there_is_not(model: nn.Module) -> None:
     with pytest.raises(InputError, match=r"outputs has 'cache', and the output of Model has loss, logits, store"):
         pipeline(model, (), batch(), outputs=["cache"])
