@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +318,9 @@ class _Job:
         for other, _ in origins:
             if other not in states:
                 states[other] = read_objects(self.path / self.manifest.places[other].file)[key]
-        return _regrouped(owner.state_dict(), state, [(states[other], place) for other, place in origins])
+        counts = self.saved_optimizers[number].group_counts
+        found = [_Origin(states[other], place, counts[other] if counts else None) for other, place in origins]
+        return _regrouped(owner.state_dict(), state, found)
 
     def _optimizer_of(self, owner: Any) -> int | None:
         """Return the number of the optimizer that a scheduler is over; None for an object that is no scheduler."""
@@ -346,14 +348,41 @@ class _Job:
         ]
 
 
-def _regrouped(now: Any, saved: Any, origins: Sequence[tuple[Any, int]]) -> Any:
+@dataclass(frozen=True)
+class _Origin:
+    """The place that a parameter group had: the state of a scheduler, the number of the group there, and of how many.
+
+    The last is None where a checkpoint does not say it.
+    """
+
+    state: Any
+    group: int
+    groups: int | None
+
+    def within(self, key: Any) -> _Origin:
+        return replace(self, state=self.state[key])
+
+    @property
+    def is_by_group(self) -> bool:
+        """True if the state can be a list with an entry for each group."""
+        return self.group < len(self.state) and self.groups in (None, len(self.state))
+
+    def differs(self, other: Sequence[Any]) -> bool:
+        return len(self.state) != len(other) or any(
+            not torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one != two
+            for one, two in zip(self.state, other, strict=True)
+        )
+
+
+def _regrouped(now: Any, saved: Any, origins: Sequence[_Origin]) -> Any:
     """Return a scheduler's state in which lists with an entry for each group have those of other groups.
 
-    `now` is the state of the scheduler that goes on, which shows what such lists are; `origins` has for each of its
-    groups a saved state and the number of the group there.
+    `now` is the state of the scheduler that goes on, and `origins` has the place of each of its groups. A list is by
+    group if it has as many entries as there were groups wherever it was saved, and are now. One that has been the same
+    everywhere, and is now, such as that of milestones, needs no other order.
 
     >>> now, saved = {"base_lrs": [0.0], "last_epoch": 0}, {"base_lrs": [0.1, 0.2], "last_epoch": 7}
-    >>> _regrouped(now, saved, [(saved, 1)])
+    >>> _regrouped(now, saved, [_Origin(saved, 1, 2)])
     {'base_lrs': [0.2], 'last_epoch': 7}
     """
     made = {}
@@ -361,14 +390,16 @@ def _regrouped(now: Any, saved: Any, origins: Sequence[tuple[Any, int]]) -> Any:
         own = now.get(key)
         lists = isinstance(value, list) and isinstance(own, list)
         if isinstance(value, dict) and isinstance(own, dict):
-            value = _regrouped(own, value, [(state[key], number) for state, number in origins])
+            value = _regrouped(own, value, [each.within(key) for each in origins])
         elif lists and all(isinstance(each, dict) for each in (*value, *own)):
             value = [
-                _regrouped(here, there, [(state[key][place], number) for state, number in origins])
+                _regrouped(here, there, [each.within(key).within(place) for each in origins])
                 for place, (here, there) in enumerate(zip(own, value, strict=False))
             ]
-        elif lists and len(own) == len(origins) and all(number < len(state[key]) for state, number in origins):
-            value = [state[key][number] for state, number in origins]
+        elif lists and len(own) == len(origins):
+            there = [each.within(key) for each in origins]
+            if all(each.is_by_group for each in there) and any(each.differs(own) for each in there):
+                value = [each.state[each.group] for each in there]
         made[key] = value
     return made
 

@@ -159,6 +159,7 @@ class SavedOptimizer:
     places: Mapping[str, tuple[int, int]]  # of each parameter, the rank and the number of its group there
     values: Mapping[str, Mapping[str, Any]]
     on_cpu: Sequence[str]
+    group_counts: Sequence[int] = ()  # by rank; none in checkpoints of 0.1.0
 
     def group(self, name: str) -> _Group:
         """Return the settings of a parameter."""
@@ -184,6 +185,7 @@ def merged(facts: Sequence[OptimizerFacts | None]) -> dict[str, Any]:
         "places": places,
         "values": {name: dict(values) for each in present for name, values in each.values.items()},
         "on_cpu": sorted(set().union(*(each.on_cpu for each in present))),
+        "group_counts": [0 if each is None else len(each.groups) for each in facts],
     }
 
 

@@ -133,6 +133,23 @@ def save_two_optimizers(rank: int, folder: str) -> None:
     )
 
 
+def milestones_job(ranks: int, milestones: list[int]) -> tuple[Job, torch.optim.lr_scheduler.SequentialLR]:
+    """Make a job with one parameter group for each half of the blocks, and a scheduler with as many milestones."""
+    job = make_job(ranks)
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for name, value in job.schedule.named_parameters():
+        groups.setdefault(int(name.split(".")[1]) < 6, []).append(value)
+    rates = {True: 0.1, False: 0.2}
+    job.optimizer = torch.optim.SGD([{"params": groups[first], "lr": rates[first]} for first in groups])
+    parts = [torch.optim.lr_scheduler.ConstantLR(job.optimizer, 0.5, total_iters=4) for _ in range(3)]
+    return job, torch.optim.lr_scheduler.SequentialLR(job.optimizer, parts, milestones)
+
+
+def save_milestones(rank: int, folder: str) -> None:
+    job, scheduler = milestones_job(2, milestones=[5, 10])
+    save_checkpoint(folder, job.schedule, job.optimizer, step=0, scheduler=scheduler)
+
+
 def stay_away(rank: int, folder: str, timeout: float) -> None:
     """One rank does not come to the checkpoint."""
     job = make_job(2, timeout=timeout)

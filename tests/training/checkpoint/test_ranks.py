@@ -84,6 +84,17 @@ def test_schedulers_over_the_second_of_two_optimizers_have_the_groups_of_that(tw
         load_checkpoint(tmp_path, job.schedule, optimizers, scheduler=Wrapped())
 
 
+def test_a_list_of_a_scheduler_that_is_not_by_group_stays(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Milestones [5, 10] became [5, 5] where two ranks with a group each were loaded as two groups of one rank."""
+    two_ranks.run(rank_cases.save_milestones, str(tmp_path))
+    job, scheduler = rank_cases.milestones_job(1, milestones=[3, 4])
+    load_checkpoint(tmp_path, job.schedule, job.optimizer, scheduler=scheduler)
+    state = scheduler.state_dict()
+    assert state["_milestones"] == [5, 10]
+    assert [each["base_lrs"] for each in state["_schedulers"]] == [[0.1, 0.2]] * 3
+    assert state["_last_lr"] == [0.05, 0.1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "other"), [("ddp", "fsdp"), pytest.param("fsdp", "ddp", marks=pytest.mark.slow)])
 def test_copies_and_shards_are_saved_whole(wrapper: str, other: str, two_ranks: Ranks, tmp_path: Path) -> None:
