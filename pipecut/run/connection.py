@@ -62,7 +62,8 @@ class Connection:
         self.copies = [] if self.in_process else _distinct(one for stage in stages for one in stage.groups.replicas)
         self._sharding = _distinct(one for stage in stages if _is_sharded(stage) for one in stage.groups.partners)
         self._sharing_batches = {group.group_name for stage in stages for group in stage.groups.tensors}
-        self.seed = 0  # of the random numbers of this call, which those that share its batch must have too
+        self.seed = 0  # of the random numbers of this call, which those that share its batch must have too, if
+        self.draws = False  # any of them draws some
         pipeline = None
         self._selection = Selection(transport)
         self._on_host: SharedMemoryTransport | None = None
@@ -139,7 +140,7 @@ class Connection:
     def end_call(self) -> None:
         """Let the next call begin."""
         self._agreed = None  # its traceback has all values of the step
-        self.seed = 0
+        self.seed, self.draws = 0, False
         self._running.release()
 
     def share(self, kind: int, source: int, numbers: list[int] | None) -> list[int]:
@@ -204,9 +205,14 @@ class Connection:
         if error is not None:
             reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
         numbers = [0.0 if error is None else 1.0, *figures]
-        for group in (*reports.groups[1:], reports.groups[0]):  # with the partners of a stage, then with other stages
-            failed, total, squares, *sums = self._added_up([numbers[0], *_spread(self.seed), *numbers[1:]], group)
-            if group.group_name in self._sharing_batches and _differ(total, squares, group) and not failed:
+        # Those that share batches first, who may find that their seeds differ, then copies, then other stages: so that
+        # whatever one of them finds out comes to all.
+        partners_first = sorted(reports.groups[1:], key=lambda group: group.group_name not in self._sharing_batches)
+        for group in (*partners_first, reports.groups[0]):
+            own = [numbers[0], float(self.draws), *_spread(self.seed), *numbers[1:]]
+            failed, draws, total, squares, *sums = self._added_up(own, group)
+            shares = group.group_name in self._sharing_batches
+            if shares and draws and _differ(total, squares, group) and not failed:
                 error, failed = PipeError(_OTHER_SEEDS), 1.0
                 reports.write_outcome(call, describe(self.ranks[0], None, None, error, where))
             told = reports.read_outcome(call) if failed else ""
@@ -250,7 +256,8 @@ _ALIKE_BITS = 20
 _OTHER_SEEDS = (
     "the ranks that hold parts of the same stages by tensor parallelism began this step with different random numbers, "
     "so that dropout and the like would differ between the parts of one value: call torch.manual_seed() with the same "
-    "number on all of them, and let none draw more from torch's default generator than the others"
+    "number on all of them, and let none draw more from torch's default generator than the others; or, if they are to "
+    "differ, pass random_numbers='per_process' to the schedule"
 )
 
 _OTHER_PARTS = (

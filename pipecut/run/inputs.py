@@ -85,8 +85,7 @@ class InputCutter:
         if calls is not None and given.training:
             self._warn_of_few(calls)
         shared = self._share(given.training, calls)
-        info = self.forms.info(shared.form)
-        self.connection.seed = shared.seed if info is None or info.is_random else 0
+        self.connection.seed = shared.seed
         states = {}
         for rank in self.connection.ranks:
             state = StepState(given.training, shared.samples, shared.sizes, shared.seed, shared.form, shared.whole)

@@ -54,7 +54,16 @@ class _PerStage(RandomNumbers):
 
     def forward(self, stage: PipelineStage, microbatch: int, state: StepState) -> AbstractContextManager[object]:
         index = stage.stage_index
-        return RandomStream(self.generators[index], derive_seed(state.seed, index, microbatch))
+        stream = RandomStream(self.generators[index], derive_seed(state.seed, index, microbatch))
+        return self._noting(stream, index, state) if stage.groups.tensors else stream
+
+    @contextlib.contextmanager
+    def _noting(self, stream: RandomStream, index: int, state: StepState) -> Iterator[None]:
+        """Note draws from a stream: tensor-parallel partners must then have the same one."""
+        with stream:
+            before = self.generators[index].state()
+            yield
+            state.draws = state.draws or not torch.equal(before, self.generators[index].state())
 
 
 class _AsUncut(_PerStage):
@@ -71,7 +80,8 @@ class _AsUncut(_PerStage):
     def forward(self, stage: PipelineStage, microbatch: int, state: StepState) -> Iterator[None]:
         index, states = stage.stage_index, state.random_states
         begin = derive_seed(state.seed, microbatch) if stage.is_first else states.pop((index, microbatch))
-        with RandomStream(self.generators[index], begin, keep_end=not stage.is_last) as stream:
+        stream = RandomStream(self.generators[index], begin, keep_end=not stage.is_last)
+        with self._noting(stream, index, state) if stage.groups.tensors else stream:
             yield
         if not stage.is_last:
             states[index + 1, microbatch] = stream.end

@@ -335,6 +335,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
                 watching = self._isolation.begin(runner.executors, training=given.training)
             with watching:
                 trains = self._run_actions(runner, states, given)  # reports what goes wrong by itself
+            self._connection.draws = any(state.draws for state in states.values())
             with self._connection.reporting(END, lambda: restore_gradients(states.values())):
                 return self._end(runner, states.get(self._last_rank), given, trains)
         finally:

@@ -56,6 +56,7 @@ class StepState:
     outgoing: dict[Key, list[Tensor]] = field(default_factory=dict)
     measured: dict[tuple[Ends, int], Contents] = field(default_factory=dict)  # parcels whose sizes depend on the data
     random_states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and microbatch
+    draws: bool = False  # True if a forward has drawn random numbers, where that has to be known
 
     # Gradients of the inputs of the model, which they get at the end of the step.
     nested_inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by stage and microbatch

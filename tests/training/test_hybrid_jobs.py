@@ -260,3 +260,45 @@ def test_seeds_that_differ_between_tensor_parallel_ranks(four_ranks: Ranks) -> N
             assert "by tensor parallelism began this step with different random numbers" in told
             assert "call torch.manual_seed() with the same number on all of them" in told
         assert second == "trained"
+
+
+def without_random_numbers(rank: int) -> None:
+    """A step with other seeds on each rank, in modules that draw nothing."""
+    job = make_job(TENSOR_PARALLEL, "1F1B", jobs.parallel_ends, traced=False)
+    torch.manual_seed(rank)
+    job.step()
+    job.whole_step()
+    job.check_gradients(1e-7)
+
+
+def test_seeds_of_modules_that_draw_nothing_may_differ(four_ranks: Ranks) -> None:
+    """Modules cut by hand were taken to be random: without any dropout, other seeds along tp were an error."""
+    four_ranks.run(without_random_numbers)
+
+
+def seeds_of_one_pipeline(rank: int) -> tuple[str, str]:
+    """Seeds that differ along tp in the first of two pipelines only; and then, with numbers by process, anywhere."""
+    told = []
+    for kind in (None, "per_process"):
+        job = make_job(BOTH, "1F1B", with_dropout_and_copies, traced=False, random_numbers=kind)
+        torch.manual_seed(rank if job.mesh.get_local_rank("dp") == 0 else 100)
+        try:
+            job.step()
+            told.append("trained")
+        except pipecut.StepError as error:
+            told.append(str(error))
+    return told[0], told[1]
+
+
+def with_dropout_and_copies(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return jobs.sharded(with_dropout(module, mesh), mesh)
+
+
+@pytest.mark.slow
+def test_seeds_that_differ_in_one_of_two_pipelines_are_an_error_in_both() -> None:
+    """The copies had agreed before the seeds were compared: their step() returned, and their optimizers stepped."""
+    with Ranks(8) as eight_ranks:
+        for told, by_process in eight_ranks.run(seeds_of_one_pipeline):
+            assert "began this step with different random numbers" in told
+            assert "pass random_numbers='per_process' to the schedule" in told
+            assert by_process == "trained"
