@@ -30,20 +30,18 @@ def open_regular(path: Path, error: type[PipeError], at_most: int | None = None)
     """
     try:
         # Without waiting: to open a named pipe waits for one who writes into it.
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except IsADirectoryError as failure:
-        raise error(f"{path} is not a regular file, but a directory: pass the path of a file") from failure
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as missing:
         kind = MissingFileError if issubclass(MissingFileError, error) else error
         raise kind(f"{path} cannot be read: there is no such file") from missing
     except (OSError, ValueError) as failure:  # a ValueError: a null character in the path
         raise error(f"{path} cannot be read: {getattr(failure, 'strerror', None) or failure}") from failure
     try:
-        _check_status(path, os.fstat(file.fileno()), error, at_most)
-    except PipeError:
-        file.close()
+        _check_status(path, os.fstat(number), error, at_most)
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
         raise
-    return file
 
 
 def check_regular(path: Path, error: type[PipeError]) -> None:
@@ -57,6 +55,7 @@ def check_regular(path: Path, error: type[PipeError]) -> None:
 
 
 _KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISDIR: "a directory",
     stat.S_ISFIFO: "a named pipe",
     stat.S_ISSOCK: "a socket",
     stat.S_ISCHR: "a device",
@@ -126,6 +125,8 @@ def inside(folder: Path, name: object, error: type[PipeError], where: str) -> Pa
 def write_whole(path: Path, write: Callable[[BinaryIO], None], error: type[PipeError]) -> None:
     """Let `write` fill a file beside `path`, which takes its place when it is on the disk; otherwise nothing stays.
 
+    A link stays one, and leads to the new content. What is there and no regular file, such as a device, is an error.
+
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note"
     >>> write_whole(path, lambda file: print(file.write(b"whole")), PipeError)
@@ -133,14 +134,17 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None], error: type[PipeE
     >>> path.read_text()
     'whole'
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
+        if path.exists():
+            _check_status(path, path.stat(), error, None)
+        place = Path(os.path.realpath(path))
+        unfinished = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
         try:
             with unfinished.open("wb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
+            unfinished.replace(place)
         except BaseException:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
@@ -149,7 +153,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None], error: type[PipeE
         raise error(
             f"{path} cannot be written: {failure.strerror or failure}. What was there before is as it was"
         ) from failure
-    sync_directory(path.parent)
+    sync_directory(place.parent)
 
 
 def write_text(path: Path, text: str, error: type[PipeError]) -> None:

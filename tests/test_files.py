@@ -21,7 +21,7 @@ from torch import nn
 import pipecut
 from pipecut import CheckpointError, PipeError
 from pipecut.errors import InputError, PlanError
-from pipecut.files import read_json, write_whole
+from pipecut.files import read_json, write_text, write_whole
 from pipecut.schedule import Plan, plan_for
 from pipecut.split import machine_of
 from pipecut.stage.materialize.checkpoint import SafetensorsFile, write_safetensors
@@ -324,6 +324,37 @@ def test_a_description_names_files_beside_it_alone(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"names the file '\.\./other\.distcp', which is not in its folder"):
         open_checkpoint(tmp_path)
+
+
+def test_a_directory_that_is_not_opened_leaves_no_descriptor(tmp_path: Path) -> None:
+    first = os.open(tmp_path, os.O_RDONLY)
+    os.close(first)
+    with pytest.raises(PipeError, match="is not a regular file, but a directory"):
+        read_json(tmp_path, PipeError, "a plan")
+    after = os.open(tmp_path, os.O_RDONLY)
+    os.close(after)
+    assert after == first
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    """It became a file of its own, and what it led to kept the old text."""
+    (tmp_path / "far").mkdir()
+    note, link = tmp_path / "far" / "note", tmp_path / "link"
+    note.write_text("old")
+    link.symlink_to(note)
+    write_text(link, "new", PipeError)
+    assert link.is_symlink()
+    assert note.read_text() == "new"
+    assert [each.name for each in note.parent.iterdir()] == ["note"]
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    """A named pipe or a device was replaced by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/null"), "a device"), (tmp_path, "a directory")):
+        with pytest.raises(PipeError, match=f"is not a regular file, but {kind}: pass the path of a file"):
+            write_text(path, "new", PipeError)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:

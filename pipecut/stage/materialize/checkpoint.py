@@ -191,7 +191,7 @@ class SafetensorsFile:
         return self._places[name].entry
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        # Not mapped into memory: a rank whose address space is limited could not map a file larger than that.
+        # Not from the mapped file: its pages would count as memory of this process.
         with open_regular(self.path, CheckpointError) as file:
             for name, target in sorted(targets.items(), key=lambda item: self._places[item[0]].begin):
                 place = self._places[name]
