@@ -354,8 +354,7 @@ class PipelineSchedule(HoldsStages, HasAgreement, HasLossScale):
 
     def _run_actions(self, runner: Runner, states: Mapping[int, StepState], given: Given) -> bool:
         """Run the step, and return True if it trained."""
-        runner.tracing = self.tracing
-        self._last_runner = runner
+        self._last_runner, runner.tracing = runner, self.tracing
         self._added_losses.begin()
         reported = self._connection.handshake.reported
         if given.training and self._weighing is None and self._probing.is_needed(runner, reported):

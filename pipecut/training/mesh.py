@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,9 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     It is `torch.distributed.init_process_group()`, but for a job that `torchrun --max-restarts` has started again: the
     store that its ranks meet in still has addresses of processes that are gone, at which torch would wait, or fail. So
     each attempt has keys of its own. Call it before `TrainingArguments` or an `Accelerator`, which join otherwise.
+    torchrun does not count restarts because nodes came or went: give it one number of nodes, not `--nnodes=1:4`.
+
+    A rank waits for others to join as long as `timeout`, and in collectives too; by default as long as torch does.
 
     ```python
     device = pipecut.init_process_group()
@@ -159,7 +163,10 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
-    store, rank, ranks = next(rendezvous("env://"))
+    patience: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, rank, ranks = next(rendezvous("env://", **patience))
+    if timeout is not None:
+        store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)

@@ -78,7 +78,7 @@ def export_safetensors(
     >>> sorted(path.name.partition("-")[0] for path in folder.iterdir())
     ['config.json', 'model.safetensors.index.json', 'stage', 'stage']
     """
-    ranks = ranks_of(schedule, group).writing
+    ranks = ranks_of(schedule, group, "export_safetensors")
     ranks.agree(finish_pending)
     path = Path(folder)
     facts = ranks.agree(lambda: _checked(path, schedule, config, tokenizer))
@@ -87,13 +87,14 @@ def export_safetensors(
         raise DisagreementError(f"the ranks disagree on the {lines[0]}. Call export_safetensors alike on every rank")
     check_copies([each.position for each in facts])
     places = places_of([each.position for each in facts])
+    writing = ranks.writing
     if _adapter_configs(schedule):
-        parts = ranks.agree(lambda: _adapters(schedule))
-        ranks.first(lambda: _write_adapters(path, schedule, parts, tokenizer))
+        parts = writing.agree(lambda: _adapters(schedule))
+        writing.first(lambda: _write_adapters(path, schedule, parts, tokenizer))
         return path
     save = ranks.first(lambda: _begin(path))
-    ranks.agree(lambda: _write_stages(path, schedule, save, writes=places[ranks.rank][0] == 0))
-    ranks.first(lambda: _finish(path, schedule, save, config, tokenizer))
+    writing.agree(lambda: _write_stages(path, schedule, save, writes=places[ranks.rank][0] == 0))
+    writing.first(lambda: _finish(path, schedule, save, config, tokenizer))
     return path
 
 

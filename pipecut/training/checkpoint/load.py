@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from .objects import Stateful, load_state, read_objects, restore_random_state
 from .optimizers import (
     Names,
     OptimizerFacts,
+    Origin,
     SavedOptimizer,
     as_list,
     check_fits,
     check_parameters,
     groups_of,
     kind_of,
+    regrouped,
     restore,
     settings_of,
     target_like,
@@ -81,7 +83,7 @@ def load_checkpoint(
     Random streams go on where they were. A rank that there was not goes on with those of the last rank of its pipeline,
     and a replica that there was not gets streams of its own. See `save_checkpoint` for an example.
     """
-    ranks = ranks_of(schedule, group)
+    ranks = ranks_of(schedule, group, "load_checkpoint")
     ranks.agree(finish_pending)
     names = parameter_names(schedule)
 
@@ -319,8 +321,8 @@ class _Job:
             if other not in states:
                 states[other] = read_objects(self.path / self.manifest.places[other].file)[key]
         counts = self.saved_optimizers[number].group_counts
-        found = [_Origin(states[other], place, counts[other] if counts else None) for other, place in origins]
-        return _regrouped(owner.state_dict(), state, found)
+        found = [Origin(states[other], place, counts[other] if counts else None) for other, place in origins]
+        return regrouped(owner.state_dict(), state, found)
 
     def _optimizer_of(self, owner: Any) -> int | None:
         """Return the number of the optimizer that a scheduler is over; None for an object that is no scheduler."""
@@ -346,62 +348,6 @@ class _Job:
         return rank, [
             saved.places[group.names[0]] if group.names else (rank, place) for place, group in enumerate(groups)
         ]
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """The place that a parameter group had: the state of a scheduler, the number of the group there, and of how many.
-
-    The last is None where a checkpoint does not say it.
-    """
-
-    state: Any
-    group: int
-    groups: int | None
-
-    def within(self, key: Any) -> _Origin:
-        return replace(self, state=self.state[key])
-
-    @property
-    def is_by_group(self) -> bool:
-        """True if the state can be a list with an entry for each group."""
-        return self.group < len(self.state) and self.groups in (None, len(self.state))
-
-    def differs(self, other: Sequence[Any]) -> bool:
-        return len(self.state) != len(other) or any(
-            not torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one != two
-            for one, two in zip(self.state, other, strict=True)
-        )
-
-
-def _regrouped(now: Any, saved: Any, origins: Sequence[_Origin]) -> Any:
-    """Return a scheduler's state in which lists with an entry for each group have those of other groups.
-
-    `now` is the state of the scheduler that goes on, and `origins` has the place of each of its groups. A list is by
-    group if it has as many entries as there were groups wherever it was saved, and are now. One that has been the same
-    everywhere, and is now, such as that of milestones, needs no other order.
-
-    >>> now, saved = {"base_lrs": [0.0], "last_epoch": 0}, {"base_lrs": [0.1, 0.2], "last_epoch": 7}
-    >>> _regrouped(now, saved, [_Origin(saved, 1, 2)])
-    {'base_lrs': [0.2], 'last_epoch': 7}
-    """
-    made = {}
-    for key, value in saved.items():
-        own = now.get(key)
-        lists = isinstance(value, list) and isinstance(own, list)
-        if isinstance(value, dict) and isinstance(own, dict):
-            value = _regrouped(own, value, [each.within(key) for each in origins])
-        elif lists and all(isinstance(each, dict) for each in (*value, *own)):
-            value = [
-                _regrouped(here, there, [each.within(key).within(place) for each in origins])
-                for place, (here, there) in enumerate(zip(own, value, strict=False))
-            ]
-        elif lists and len(own) == len(origins):
-            there = [each.within(key) for each in origins]
-            if all(each.is_by_group for each in there) and any(each.differs(own) for each in there):
-                value = [each.state[each.group] for each in there]
-        made[key] = value
-    return made
 
 
 def _form(form: tuple[tuple[int, ...], str]) -> str:

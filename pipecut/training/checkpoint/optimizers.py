@@ -7,7 +7,7 @@ are kept for each name: which parameters make up a group on a rank depends on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -279,3 +279,62 @@ def _undo_conversions(
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value
+
+
+# Learning-rate schedulers, whose state has lists by parameter group.
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place that a parameter group had: the state of a scheduler, the number of the group there, and of how many.
+
+    The last is None where a checkpoint does not say it.
+    """
+
+    state: Any
+    group: int
+    groups: int | None
+
+    def within(self, key: Any) -> Origin:
+        return replace(self, state=self.state[key])
+
+    @property
+    def is_by_group(self) -> bool:
+        """True if the state can be a list with an entry for each group."""
+        return self.group < len(self.state) and self.groups in (None, len(self.state))
+
+    def differs(self, other: Sequence[Any]) -> bool:
+        return len(self.state) != len(other) or any(
+            not torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one != two
+            for one, two in zip(self.state, other, strict=True)
+        )
+
+
+def regrouped(now: Any, saved: Any, origins: Sequence[Origin]) -> Any:
+    """Return a scheduler's state in which lists with an entry for each group have those of other groups.
+
+    `now` is the state of the scheduler that goes on, and `origins` has the place of each of its groups. A list is by
+    group if it has as many entries as there were groups wherever it was saved, and are now. One that has been the same
+    everywhere, and is now, such as that of milestones, needs no other order.
+
+    >>> now, saved = {"base_lrs": [0.0], "last_epoch": 0}, {"base_lrs": [0.1, 0.2], "last_epoch": 7}
+    >>> regrouped(now, saved, [Origin(saved, 1, 2)])
+    {'base_lrs': [0.2], 'last_epoch': 7}
+    """
+    made = {}
+    for key, value in saved.items():
+        own = now.get(key)
+        lists = isinstance(value, list) and isinstance(own, list)
+        if isinstance(value, dict) and isinstance(own, dict):
+            value = regrouped(own, value, [each.within(key) for each in origins])
+        elif lists and all(isinstance(each, dict) for each in (*value, *own)):
+            value = [
+                regrouped(here, there, [each.within(key).within(place) for each in origins])
+                for place, (here, there) in enumerate(zip(own, value, strict=False))
+            ]
+        elif lists and len(own) == len(origins):
+            there = [each.within(key) for each in origins]
+            if all(each.is_by_group for each in there) and any(each.differs(own) for each in there):
+                value = [each.state[each.group] for each in there]
+        made[key] = value
+    return made

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CheckpointError, DisagreementError, InputError
-from ...run import PipelineSchedule, exchange
+from ...run import PipelineSchedule, differences, exchange
 from ...stage import is_initialized
 from ...text import listed, numbered
 
@@ -29,6 +29,8 @@ _WRITING = timedelta(minutes=30)  # or longer: one rank may have much more to wr
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # by the call that failed
+_CALLS = ("save_checkpoint", "load_checkpoint", "export_safetensors")
 
 
 class _RanksError(CheckpointError):
@@ -43,6 +45,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     timeout: timedelta = _WRITING
+    call: str = _CALLS[0]
 
     @property
     def writing(self) -> Ranks:
@@ -54,17 +57,33 @@ class Ranks:
         if self.group is None:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([own.numel()]))
-        longest = int(max(size.item() for size in sizes))
+        headers = self._gathered(torch.tensor([own.numel(), _CALLS.index(self.call)]))
+        sizes, calls = zip(*(header.tolist() for header in headers), strict=True)
+        lines = differences([{"call": _CALLS[call]} for call in calls])
+        if lines:
+            _closed[self.group] = self.call  # what follows is of different calls
+            raise DisagreementError(f"{lines[0]}. Make the same calls in the same order on every rank")
+        longest = max(sizes)
         parts = self._gathered(torch.nn.functional.pad(own, (0, longest - own.numel())))
-        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        assert self.group is not None  # there are others
+        if self.group in _closed:
+            raise CheckpointError(
+                f"the ranks have lost each other in an earlier {_closed[self.group]}, and cannot save or load together "
+                "any more: let all of them call torch.distributed.destroy_process_group() and make theirs anew, or "
+                "start the job again; it goes on from the last complete checkpoint"
+            )
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        with _connection(self.timeout):
-            work = dist.all_gather(tensors, tensor, group=self.group, async_op=True)
-            assert work is not None  # this rank is in the group
-            work.wait(self.timeout)
+        try:
+            with _connection(self.timeout):
+                work = dist.all_gather(tensors, tensor, group=self.group, async_op=True)
+                assert work is not None  # this rank is in the group
+                work.wait(self.timeout)
+        except BaseException:
+            _closed[self.group] = self.call  # its message is still on its way, and would meet that of another call
+            raise
         return tensors
 
     def agree(self, function: Callable[[], _T]) -> list[_T]:
@@ -115,8 +134,8 @@ def _told(failed: Mapping[int, str]) -> str:
     return "\n".join(f"on {numbered('rank', ranks)}: {text}" for text, ranks in by_text.items())
 
 
-def ranks_of(schedule: PipelineSchedule, group: dist.ProcessGroup | None) -> Ranks:
-    """Return the ranks that take part in a checkpoint of this schedule: all of the job, or those of a group.
+def ranks_of(schedule: PipelineSchedule, group: dist.ProcessGroup | None, call: str) -> Ranks:
+    """Return the ranks that take part in a call for this schedule: all of the job, or those of a group.
 
     A schedule that holds all stages, none of them copied or sharded, needs nobody else.
     """
@@ -141,7 +160,7 @@ def ranks_of(schedule: PipelineSchedule, group: dist.ProcessGroup | None) -> Ran
             own = dist.new_group(list(members), max(timeout, _WRITING), backend="gloo", use_local_synchronization=True)
         assert own is not None  # this rank is one of them
         made[members] = own
-    return Ranks(made[members], dist.get_rank(made[members]), len(members), timeout)
+    return Ranks(made[members], dist.get_rank(made[members]), len(members), timeout, call)
 
 
 @dataclass(frozen=True)

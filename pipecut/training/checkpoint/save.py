@@ -108,7 +108,7 @@ def save_checkpoint(
     >>> loaded.step, loaded.extra, torch.equal(dict(other.named_parameters())["0.weight"], next(schedule.parameters()))
     (1, {'epoch': 0}, True)
     """
-    ranks = ranks_of(schedule, group)
+    ranks = ranks_of(schedule, group, "save_checkpoint")
     ranks.agree(finish_pending)
     given: list[Contents] = []
     options = {"keep": keep, "asynchronous": asynchronous}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecut import CheckpointError, Schedule1F1B, export_safetensors, load_checkpoint, save_checkpoint
+from pipecut.errors import DisagreementError
+from pipecut.training.checkpoint.ranks import Ranks
 from tests.training.checkpoint.jobs import BATCH, MICROBATCHES, Job, Net, cut, make_job, new_model
 
 
@@ -155,6 +158,25 @@ def stay_away(rank: int, folder: str, timeout: float) -> None:
     job = make_job(2, timeout=timeout)
     if rank == 0:
         save_checkpoint(folder, job.schedule, job.optimizer, step=1)
+
+
+def lose_each_other(rank: int) -> list[str]:
+    """One rank comes too late to a gather, and both go on; then they make different calls."""
+    told = []
+    for calls, late in ((("save_checkpoint",) * 2, True), (("save_checkpoint", "load_checkpoint"), False)):
+        group = dist.new_group([0, 1], backend="gloo")
+        ranks = Ranks(group, rank, 2, timedelta(seconds=0.2 if late else 60), calls[rank])
+        if late and rank == 1:
+            dist.barrier()
+        for _ in range(2):
+            try:
+                ranks.gather(f"of rank {rank}")
+                told.append("gathered")
+            except (CheckpointError, DisagreementError) as error:
+                told.append(str(error))
+        if late and rank == 0:
+            dist.barrier()
+    return told
 
 
 def disagree(rank: int, folder: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_a_list_of_a_scheduler_that_is_not_by_group_stays(two_ranks: Ranks, tmp_
     assert state["_milestones"] == [5, 10]
     assert [each["base_lrs"] for each in state["_schedulers"]] == [[0.1, 0.2]] * 3
     assert state["_last_lr"] == [0.05, 0.1]
+
+
+def test_ranks_that_have_lost_each_other_do_not_meet_out_of_step(two_ranks: Ranks) -> None:
+    """A message that was given up met that of the next call: gloo aborted one process, and the other read garbage."""
+    for late, closed, different, also_closed in two_ranks.run(rank_cases.lose_each_other):
+        assert "did not come to the checkpoint within 0.2 s" in late
+        assert "call: save_checkpoint on rank 0; load_checkpoint on rank 1" in different
+        for told in (closed, also_closed):
+            assert re.search("lost each other in an earlier (save|load)_checkpoint.*make theirs anew", told)
 
 
 @pytest.mark.slow
