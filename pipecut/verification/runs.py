@@ -155,19 +155,24 @@ def run_cut(
 ) -> StepResult:
     """Run one step of the stages by the plan, with the other ranks. The gradients are in their parameters."""
     args, kwargs = inputs.call
+    modules = {stage.stage_index: stage.submod for stage in stages.stages}
+    info, left_out = stages.stages[0].pipe_info, ""
+    unsent = info.unsent if inputs.loss_fn is not None and info is not None else ()
+    before = _saved_buffers(modules.values() if unsent else ())
     if inputs.loss_fn is None:
         output, loss = schedule.eval(*args, **kwargs), None
     else:
         output = schedule.step(*args, target=inputs.target, loss_kwargs=inputs.loss_kwargs, **kwargs)
         loss = schedule.mean_loss()
-    modules = {stage.stage_index: stage.submod for stage in stages.stages}
     held = {name: modules[stage].get_buffer(path).clone() for (stage, path), name in buffers.items()}
-    info, left_out = stages.stages[0].pipe_info, ""
-    if inputs.loss_fn is not None and info is not None and info.unsent:
+    if unsent:
         if inputs.parts is None:
+            after = _saved_buffers(modules.values())
+            _put_back(before)  # the same run once more
             output = _filled_up(output, schedule.eval(*args, **kwargs))
+            _put_back(after)
         else:
-            names = listed((each.name for each in info.unsent), 3)
+            names = listed((each.name for each in unsent), 3)
             left_out = (
                 f"{names} are not compared: training steps do not send them, and another run draws other random "
                 "numbers. Without a loss_fn, or in eval mode, they are"
@@ -183,6 +188,20 @@ def _filled_up(output: Any, whole: Any) -> Any:
     return unflatten(structure, [other if type(leaf) is UnsentValue else leaf for leaf, other in pairs])
 
 
+_Buffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # module, name, buffer, and its value
+
+
+def _saved_buffers(modules: Iterable[nn.Module]) -> _Buffers:
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    return [(part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)]
+
+
+@torch.no_grad()
+def _put_back(buffers: _Buffers) -> None:
+    for part, name, buffer, value in buffers:
+        setattr(part, name, buffer.copy_(value))
+
+
 class SavedState:
     """_Gradients, buffers and random numbers of some modules, to reset before each run and to restore afterwards.
 
@@ -196,9 +215,7 @@ class SavedState:
         self._weights = [
             (parameter, parameter.detach().clone()) for parameter, _ in self._gradients.values() if weights
         ]
-        self._buffers = [
-            (part, name, buffer, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)
-        ]
+        self._buffers = _saved_buffers(parts)
         tensors = [*parameters, *(buffer for _, _, buffer, _ in self._buffers)]
         self._devices = sorted(
             {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str
@@ -227,8 +244,7 @@ class SavedState:
         for parameter, value in self._weights:
             if not torch.equal(parameter, value):
                 parameter.copy_(value)
-        for part, name, buffer, value in self._buffers:
-            setattr(part, name, buffer.copy_(value))
+        _put_back(self._buffers)
         random.setstate(self._python_random)
         numpy.random.set_state(self._numpy_random)
         torch.set_rng_state(self._random[0])

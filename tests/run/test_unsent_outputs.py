@@ -289,6 +289,34 @@ def test_verify_compares_all_outputs(pipe: Pipe, model: nn.Module) -> None:
     assert found.ok
 
 
+class Counting(nn.Module):
+    """A model that counts its calls, and returns what its first part makes of that."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count.add_(1)
+        x = self.first(x) * self.count
+        kept = x.exp()
+        pipe_split()
+        return self.last(x), kept
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_verify_runs_for_the_outputs_that_are_not_sent_from_the_same_state(isolated: bool) -> None:
+    """The evaluation that fills them in went on from the buffers after the step: a right cut was reported as wrong."""
+    model, x = Counting(), torch.ones(4, 8)
+    pipe = pipeline(model, (x,))
+    options: dict[str, Any] = {"isolated": isolated, "n_microbatches": 1}
+    assert pipecut.verify(pipe, model, (x,), x, lambda output, target: F.mse_loss(output[0], target), **options).ok
+    assert model.count == 0
+
+
 def on_a_rank(rank: int, rows: int) -> Any:
     torch.manual_seed(0)
     model = Hidden()
