@@ -96,7 +96,8 @@ def _raise(value: UnsentValue, *_: object, **__: object) -> NoReturn:
     raise UnsentOutputError(
         f"the output {unsent.name} was not sent: stage {unsent.stage} made it, and in a training step stages send what "
         f"later stages use. To have it in the loss or in the result of step(), call pipeline(..., outputs=[{asked}]), "
-        "or outputs='all'; eval() and pipe(...) return it in any case"
+        "or outputs='all', or pass that to PipelineArguments of a PipelineTrainer; eval() and pipe(...) return it in "
+        "any case"
     )
 
 

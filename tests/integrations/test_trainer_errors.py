@@ -59,6 +59,8 @@ def test_arguments_of_the_pipeline() -> None:
         PipelineArguments(schedule="1F1")
     with pytest.raises(InputError, match="ForwardOnly trains nothing: choose another schedule"):
         PipelineArguments(schedule="ForwardOnly")
+    with pytest.raises(InputError, match="schedule='auto', outputs='all'.*name a schedule"):
+        PipelineArguments(schedule="auto", outputs="all")
     with pytest.raises(InputError, match="has 2 stages on each rank; pass a multiple of 2"):
         PipelineArguments(stages=3, schedule="ZBVZeroBubble").placement(2)
     with pytest.raises(InputError, match="on 4 ranks would be 2 pipelines, and 'auto' plans for one: name a schedule"):

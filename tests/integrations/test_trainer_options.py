@@ -7,6 +7,7 @@ import functools
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipecut.pipe_ir import Unsent, UnsentValue
 from tests.integrations.trainer_cases import (
     CASES,
     accuracy,
@@ -109,9 +111,22 @@ def dtypes_of_loss(rank: int, folder: Path, pipeline: dict[str, Any] | None = No
     return getattr(trainer, "seen", {torch.float32}), logits.dtype
 
 
+def test_outputs_that_were_not_sent_stay_under_bfloat16() -> None:
+    """The conversion to float32 read them: any model with an output that only the caller uses failed its first step."""
+    from pipecut.integrations.transformers.loss import in_full_precision
+
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(native_amp=True))
+    unsent, ids = UnsentValue(Unsent("past_key_values", 0)), torch.arange(2)
+    given = {"logits": torch.ones(2, dtype=torch.bfloat16), "past_key_values": (unsent,), "ids": ids}
+    made = in_full_precision(trainer, given)
+    assert made["logits"].dtype == torch.float32
+    assert made["past_key_values"][0] is unsent
+    assert made["ids"] is ids
+
+
 def test_a_loss_of_the_users_own_sees_float32_under_bfloat16(two_ranks: Ranks, tmp_path: Path) -> None:
     assert dtypes_of_loss(0, tmp_path / "plain") == ({torch.float32}, np.float32)
-    for found in two_ranks.run(dtypes_of_loss, tmp_path / "pipeline", {"microbatches": 4}):
+    for found in two_ranks.run(dtypes_of_loss, tmp_path / "pipeline", {"microbatches": 4, "outputs": ["logits"]}):
         assert found == ({torch.float32}, np.float32)
 
 

@@ -14,6 +14,7 @@ from ...errors import InputError, PipeError
 from ...pipe import check_is_uncut_model
 from ...pipe_ir import Dynamic
 from ...schedule import Placement, plan_for
+from ...split import Outputs
 from ...text import counted
 
 _AUTO = "auto"
@@ -33,10 +34,13 @@ class PipelineArguments:
       code leaves free, as collators pad to the longest of a batch; None fixes all but the number of samples.
     - `example`: a batch, as the collator makes it, to trace the model with. By default it is made of the first samples
       of `train_dataset`; a dataset without an index needs it.
+    - `outputs`: outputs of the model that training steps send to the last stage in any case, as `pipecut.pipeline`
+      takes it, for a loss that reads more of them than later stages do.
     - `timeout`: seconds to wait for another rank in a step.
 
     >>> PipelineArguments(stages=2, microbatches=8)
-    PipelineArguments(stages=2, schedule='1F1B', microbatches=8, dynamic='auto', example=None, timeout=600.0)
+    PipelineArguments(stages=2, schedule='1F1B', microbatches=8, dynamic='auto', example=None, outputs='used', \
+timeout=600.0)
     """
 
     stages: int | None = None
@@ -44,6 +48,7 @@ class PipelineArguments:
     microbatches: int = 4
     dynamic: Dynamic | None = "auto"
     example: Mapping[str, Any] | None = None
+    outputs: Outputs = "used"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -55,6 +60,11 @@ class PipelineArguments:
                 raise InputError(f"PipelineArguments({name}={value!r}): it must be an integer of at least 1")
         if not math.isfinite(self.timeout) or self.timeout <= 0:
             raise InputError(f"PipelineArguments(timeout={self.timeout!r}): it must be a number of seconds above 0")
+        if self.searches and self.outputs != "used":
+            raise InputError(
+                f"PipelineArguments(schedule='auto', outputs={self.outputs!r}): 'auto' plans for outputs that stages "
+                "use; name a schedule, such as '1F1B'"
+            )
         if not self.searches:
             plan = plan_for(self.schedule, ranks=1, microbatches=1)  # raises on a name that is not known
             if not plan.training:

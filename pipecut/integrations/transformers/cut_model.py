@@ -126,13 +126,14 @@ class CutModel:
                 group=together,
             )
             return found.build(ranks.place, self.device, group=ranks.group, dynamic=arguments.dynamic, **options)
-        self.pipe = pipeline(self.model, (), first, num_stages=ranks.placement.stages, dynamic=arguments.dynamic)
+        stages, dynamic, outputs = ranks.placement.stages, arguments.dynamic, arguments.outputs
+        self.pipe = pipeline(self.model, (), first, num_stages=stages, dynamic=dynamic, outputs=outputs)
         held = ranks.placement.stages_of[ranks.place]
-        stages = [self.pipe.build_stage(index, self.device, ranks.group) for index in held]
-        for stage in stages:
+        built = [self.pipe.build_stage(index, self.device, ranks.group) for index in held]
+        for stage in built:
             self._copy(stage)
         family = get_schedule_class(arguments.schedule)
-        given: Any = stages[0] if len(stages) == 1 and ranks.placement.stages == ranks.placement.ranks else stages
+        given: Any = built[0] if len(built) == 1 and stages == ranks.placement.ranks else built
         return family(given, microbatches, **options)
 
     def _copy(self, stage: PipelineStage) -> None:

@@ -18,14 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...pipe_ir import UnsentValue, map_leaves
 from ...stage import ChunkSpec, TensorChunkSpec
 
 ITEMS = "num_items_in_batch"
 _IGNORED = -100
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class StandIn:
@@ -109,8 +110,16 @@ class TrainerLoss:
 
 
 def in_full_precision(trainer: Any, output: Any) -> Any:
-    """Return the output of a model as Accelerate gives it: under mixed precision, in float32."""
-    return convert_to_fp32(output) if trainer.accelerator.native_amp else output
+    """Return the output of a model as Accelerate gives it: under mixed precision, in float32.
+
+    Outputs that were not sent stay as they are, which Accelerate's own function would read.
+    """
+
+    def convert(leaf: Any) -> Any:
+        is_low = type(leaf) is not UnsentValue and isinstance(leaf, Tensor) and leaf.dtype in _LOW_PRECISION
+        return leaf.float() if is_low else leaf
+
+    return map_leaves(convert, output) if trainer.accelerator.native_amp else output
 
 
 def precision_of(model: nn.Module) -> torch.dtype:
