@@ -26,7 +26,6 @@ from pipecut.schedule import Plan, plan_for
 from pipecut.split import machine_of
 from pipecut.stage.materialize.checkpoint import SafetensorsFile, write_safetensors
 from pipecut.stage.materialize.load import open_checkpoint
-from pipecut.training.checkpoint.folder import read_manifest
 from tests.support.sampling import sampled
 
 # A way to write a good file into a folder, which returns the one to damage, and a way to read it.
@@ -84,6 +83,21 @@ def good_job(folder: Path) -> Path:
     return Path(pipecut.save_checkpoint(folder, schedule, optimizer, step=1).path) / "checkpoint.json"
 
 
+@functools.cache
+def job_to_load() -> tuple[Any, torch.optim.Optimizer]:
+    pipe = pipecut.pipeline(model(), (EXAMPLE,), num_stages=1)
+    schedule = pipecut.Schedule1F1B([pipe.build_stage(0, "cpu")], n_microbatches=1, loss_fn=nn.functional.mse_loss)
+    return schedule, torch.optim.SGD(schedule.parameters(), lr=0.1)
+
+
+def read_job(path: Path) -> None:
+    """Look for a job in the folder, and load it."""
+    try:
+        pipecut.latest_checkpoint(path.parent.parent)
+    finally:
+        pipecut.load_checkpoint(path.parent, *job_to_load())
+
+
 def good_csv(folder: Path) -> Path:
     plan_for("1F1B", ranks=2, microbatches=3).save_csv(folder / "plan.csv")
     return folder / "plan.csv"
@@ -107,7 +121,7 @@ KINDS: dict[str, Kind] = {
     "torch.save": (good_torch_file, read_all),
     "distributed": (good_distributed, lambda path: read_all(path.parent)),
     "distributed data": (good_distributed_data, lambda path: read_all(path.parent)),
-    "training job": (good_job, lambda path: read_manifest(path.parent)),
+    "training job": (good_job, read_job),
     "csv": (good_csv, lambda path: Plan.load_csv(path).validate()),
     "training plan": (good_plan, lambda path: pipecut.TrainingPlan.load(path, model(), EXAMPLE)),
     "machines": (good_machines, lambda path: machine_of(path)),
@@ -217,6 +231,25 @@ def _try_damages(kind: str, seed: int, folder: Path, cases: int) -> None:
             pass
         except BaseException as error:
             raise AssertionError(f"case {case} ({damage.__name__}) of {kind}, seed {seed}: {error!r}") from error
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"serial": "abc"}, "'serial' is 'abc', and not of the type int; copy it anew, or remove "),
+        ({"files": [1]}, r"'files' is \[1\], and not of the type dict"),
+        ({"format": None}, "'format' is None, and not of the type int"),
+        ({"places": []}, "it has no ranks"),
+        ({"places": [{"pipeline": 0, "rank": 0, "file": "../x", "digests": {}}]}, "'../x' of a rank is not among"),
+        ({"format": 2}, "has the format 2, and this version of pipecut reads format 1: .* update pipecut"),
+    ],
+)
+def test_fields_of_a_manifest_are_checked(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """A file of a rank was read wherever it led; others were an AttributeError or a ValueError."""
+    path = laid_out("training job", tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=told):
+        read_job(path)
 
 
 # Hostile files.

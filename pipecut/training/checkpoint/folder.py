@@ -73,7 +73,9 @@ def _complete(folder: Path) -> dict[Path, int]:
     found = {}
     for path in _directories(folder):
         if _NAME.fullmatch(path.name) and (path / TRAINING_MANIFEST).is_file():
-            found[path] = int(_read_json(path).get("serial", 0))
+            content = _read_json(path)
+            _check_types(path, content, {"serial": int})
+            found[path] = content["serial"]
     return found
 
 
@@ -111,19 +113,46 @@ def read_manifest(path: Path) -> Manifest:
     if not (path / TRAINING_MANIFEST).is_file():
         raise CheckpointError(_not_complete(path))
     content = _read_json(path)
-    if content.get("format") != _FORMAT:
+    _check_types(path, content, {"format": int})
+    if content["format"] > _FORMAT:
         raise CheckpointError(
             f"{path} has the format {content.get('format')}, and this version of pipecut reads format {_FORMAT}: it "
             f"was written by a newer one ({_versions(content)}); update pipecut"
         )
-    try:
-        places = tuple(Place(**place) for place in content.pop("places"))
-        optimizers = tuple(content.pop("optimizers"))
-        manifest = Manifest(places=places, optimizers=optimizers, **content)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / TRAINING_MANIFEST} is not a manifest of a checkpoint: {error}") from error
+    _check_types(path, content, _FIELDS)
+    _check_types(path, content["files"], dict.fromkeys(content["files"], int))
+    places = []
+    for place in content["places"]:
+        _check_types(path, place, _FIELDS_OF_PLACE)
+        _check_types(path, place["digests"], dict.fromkeys(place["digests"], str))
+        if place["file"] not in content["files"]:
+            raise CheckpointError(_not_a_manifest(path, f"{place['file']!r} of a rank is not among its files"))
+        places.append(Place(**{name: place[name] for name in _FIELDS_OF_PLACE}))
+    if not places:
+        raise CheckpointError(_not_a_manifest(path, "it has no ranks"))
+    content["places"], content["optimizers"] = tuple(places), tuple(content["optimizers"])
+    manifest = Manifest(**{name: content[name] for name in _FIELDS})
     _check_files(path, manifest)
     return manifest
+
+
+_FIELDS = {"step": int, "serial": int, "model": str, "optimizers": list, "scheduler": str, "places": list}
+_FIELDS |= {"files": dict, "format": int, "versions": dict}
+_FIELDS_OF_PLACE = {"pipeline": int, "rank": int, "file": str, "digests": dict}
+
+
+def _check_types(path: Path, content: object, fields: Mapping[str, type]) -> None:
+    """Raise on fields of a manifest, or of a part of it, that are missing or of another type."""
+    if not isinstance(content, dict):
+        raise CheckpointError(_not_a_manifest(path, f"{content!r:.40} is no object with fields"))
+    for name, kind in fields.items():
+        if type(content.get(name)) is not kind:
+            fault = f"{name!r} is {content[name]!r:.40}" if name in content else f"it has no {name!r}"
+            raise CheckpointError(_not_a_manifest(path, f"{fault}, and not of the type {kind.__name__}"))
+
+
+def _not_a_manifest(path: Path, fault: str) -> str:
+    return f"{path / TRAINING_MANIFEST} is not a manifest of a checkpoint: {fault}; copy it anew, or remove {path}"
 
 
 def _versions(content: Mapping[str, Any]) -> str:

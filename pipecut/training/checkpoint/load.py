@@ -362,6 +362,7 @@ def _nearest(places: Sequence[Place], pipeline: int, rank: int) -> tuple[Place, 
     ['b', 'c', 2]
     """
     pipelines = {place.pipeline for place in places}
-    source = pipeline if pipeline in pipelines else 0
+    source = pipeline if pipeline in pipelines else min(pipelines)
     ranks = {place.rank: place for place in places if place.pipeline == source}
-    return ranks[min(rank, max(ranks))], 0 if source == pipeline else pipeline
+    before = [each for each in ranks if each <= rank]
+    return ranks[max(before) if before else min(ranks)], 0 if source == pipeline else pipeline
