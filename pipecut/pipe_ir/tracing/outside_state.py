@@ -412,9 +412,6 @@ def _stand_in(value: Any, sources: Mapping[Any, _Source], on_use: Callable[[str]
 
 
 def _is_iterator(cls: type) -> bool:
-    """Return True for a class of iterators that is not written in Python, and so has no attributes to look at."""
+    """Return True for a class of iterators whose next value is not computed in Python, where it could be looked at."""
     # Not cached: a cache of classes would keep those that a run makes for its modules, and with them all of the run.
-    return not cls.__flags__ & _MADE_IN_PYTHON and hasattr(cls, "__next__")
-
-
-_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    return isinstance(getattr(cls, "__next__", None), types.WrapperDescriptorType)
