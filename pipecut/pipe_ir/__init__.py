@@ -63,6 +63,7 @@ from .traced import TiedParameter as TiedParameter
 from .traced import TracedCall as TracedCall
 from .traced import TracedInput as TracedInput
 from .traced import TracedModel as TracedModel
+from .tracing.branches import is_check as is_check
 from .tracing.events import Called as Called
 from .tracing.events import Effect as Effect
 from .tracing.events import Entered as Entered

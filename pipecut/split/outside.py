@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..pipe_ir import Called, Entered, History, Line, Repeated, Replay, TracedModel, line_text, operator_name
+from ..pipe_ir import Called, Entered, History, Line, Repeated, Replay, TracedModel, is_check, line_text, operator_name
 from ..torch_internals import is_overload
 from .program import Piece, WholeCall, walk
 from .value_numbers import Call, HistoryReader, PlainSizes, Reading, Step, ValueNumber, ValueTable
@@ -148,10 +148,8 @@ class _Pair:
 
 def _compare(expected: Reading, found: Reading, replay: Replay) -> _Difference | None:
     same_steps = [item.number for item in expected.items] == [item.number for item in found.items]
-    if replay.error is None:
-        same_outcome = (expected.result, expected.state, expected.calls) == (found.result, found.state, found.calls)
-        if same_steps or same_outcome:
-            return None
+    if replay.error is None and (same_steps or _outcome(expected) == _outcome(found)):
+        return None
     position = next(
         (
             at
@@ -173,6 +171,12 @@ def _compare(expected: Reading, found: Reading, replay: Replay) -> _Difference |
         not replay.with_gradients,
         other.call[0] if other is not None else "",
     )
+
+
+def _outcome(reading: Reading) -> tuple[Any, ...]:
+    """Return what comes of the steps of a run: its results, and the conditions that it checks, whatever they say."""
+    checks = [item.args[0][:2] for item in reading.items if is_check(getattr(item.event, "function", None))]
+    return reading.result, reading.state, reading.calls, checks
 
 
 def _describe(item: Step | None, other: Step | None) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecut import PipeWarning, Schedule1F1B, SplitPoint, StepError, TraceError, pipeline
+from pipecut import PipeError, PipeWarning, Schedule1F1B, SplitPoint, StepError, TraceError, pipeline
 from pipecut.pipe_ir.tracing.branches import AnsweredBranches
 from pipecut.torch_internals import fake_mode_with_numbers
 from tests.support.ranks import Ranks
@@ -63,7 +63,41 @@ def problem(check: Callable[[Tensor], None]) -> tuple[nn.Module, Tensor, Tensor,
     return Guarded(check).double(), x, labels, wrong
 
 
+def on_one_line(labels: Tensor) -> None:
+    # fmt: off
+    if labels.max() >= SIZE: raise ValueError("large")  # noqa: E701
+    # fmt: on
+
+
+def one_of_two(labels: Tensor) -> None:
+    if labels.max() >= SIZE:
+        if labels.dim() == 2:
+            raise ValueError("of two dims")
+        raise IndexError("of others")
+
+
+def names_it_before(labels: Tensor) -> None:
+    text = "stale"
+    if labels.max() >= SIZE:
+        text = "too large"
+        raise ValueError(text)
+
+
+def passes_other_errors(labels: Tensor) -> None:
+    try:
+        with torch.no_grad():
+            branches(labels)
+    except (TypeError, KeyError):
+        pass
+    finally:
+        labels.dim()
+
+
 CHECKS = {
+    on_one_line: ("ValueError: large", "in on_one_line: if labels.max() >= SIZE:"),
+    one_of_two: ("RuntimeError: one of several errors", "in one_of_two: if labels.max() >= SIZE:"),
+    names_it_before: ("ValueError: raise ValueError(text)", "in names_it_before: if labels.max() >= SIZE:"),
+    passes_other_errors: ("ValueError: labels must be < 10", "in branches: if"),
     branches: ("ValueError: labels must be < 10", "in branches: if labels is not None and labels.max() >= SIZE:"),
     asserts: ("AssertionError: too large", 'in asserts: assert (labels < SIZE).all(), "too large"'),
     takes_a_number: ('IndexError: raise IndexError(f"{labels.shape} of {labels.max()}")', "if not labels.max().item()"),
@@ -134,11 +168,59 @@ def goes_on(labels: Tensor) -> None:
         raise ValueError("too large")
 
 
-@pytest.mark.parametrize("check", [leaves_a_value, goes_on])
+def does_something(labels: Tensor) -> None:
+    if labels.max() >= SIZE:
+        KEPT.append(labels)
+        raise ValueError("too large")
+
+
+KEPT: list[Tensor] = []
+
+
+def catches_it(labels: Tensor) -> None:
+    try:
+        if labels.max() >= 0:
+            raise ValueError("too large")
+    except ValueError:
+        labels.dim()
+
+
+def catches_that_of_another(labels: Tensor) -> None:
+    try:
+        branches(labels)
+    except Exception:
+        labels.dim()
+
+
+def catches_its_own(labels: Tensor) -> None:
+    """An error that Python does not have may be of any kind."""
+    try:
+        raises_its_own(labels)
+    except KeyError:
+        labels.dim()
+
+
+@pytest.mark.parametrize(
+    "check", [leaves_a_value, goes_on, does_something, catches_it, catches_that_of_another, catches_its_own]
+)
 def test_a_side_that_does_more_than_raise_is_no_check(check: Callable[[Tensor], None]) -> None:
     model, x, labels, _ = problem(check)
     with pytest.raises(TraceError, match="it decides by the values of tensors"):
         pipeline(model, (x, labels), split_spec=CUT)
+
+
+def without_gradients(labels: Tensor) -> None:
+    if not torch.is_grad_enabled() and labels.max() >= SIZE:
+        raise ValueError("too large")
+
+
+def test_a_check_in_another_mode_is_a_difference() -> None:
+    """Only results were compared: under no_grad the cut model lost the check without a word."""
+    model, x, labels, wrong = problem(without_gradients)
+    pipe = pipeline(model, (x, labels), split_spec=CUT)
+    torch.testing.assert_close(pipe(x, labels), model(x, labels))
+    with torch.no_grad(), pytest.raises(PipeError, match="does other operations under torch.no_grad"):
+        pipe(x, wrong)
 
 
 def test_a_module_that_is_not_cut_runs_its_own_check() -> None:

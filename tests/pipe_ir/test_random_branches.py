@@ -46,6 +46,26 @@ def test_only_single_random_numbers_are_known() -> None:
         assert not bool((torch.rand(3) < 0.0).any())
 
 
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda: torch.rand([]).add_(2) >= 1.0,
+        lambda: torch.rand([]).mul_(0).sub_(1) < 0.0,
+        lambda: (torch.rand([]) < 0.0).logical_not_(),
+    ],
+)
+def test_what_is_written_to_is_not_known_any_more(decide: Callable[[], Tensor]) -> None:
+    """The answer for the number as it was drawn was kept: a branch was never taken that uncut always is."""
+    with AnsweredBranches():
+        assert bool(decide())
+
+
+def test_arguments_may_be_keywords() -> None:
+    with AnsweredBranches():
+        assert torch.gt(input=torch.ones(2), other=0).all()
+        assert not bool(torch.lt(torch.rand([]), other=0.0))
+
+
 class DropsLayers(nn.Module):
     def __init__(self, probability: float, draw: Callable[[], Any] = lambda: torch.rand([])) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import has_side_effect
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...torch_internals import depends_on_data, is_transforming, reported_conditions
+from ...torch_internals import depends_on_data, is_transforming, reported_conditions, version_of
 from .events import Line, line_text
 from .records import is_users_code, user_line
 
@@ -66,6 +66,16 @@ for _names, _answer in {
                 _COMPARISONS[getattr(_owner, _name)] = _answer
 
 
+def _current(known: WeakIdKeyDictionary, tensor: Any) -> bool | None:
+    """Return what is known of a tensor, unless it was written to since then."""
+    value, version = known.get(tensor, (None, None)) if isinstance(tensor, Tensor) else (None, None)
+    return value if version is not None and version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
 class AnsweredBranches(TorchFunctionMode):
     """Answers `if` where the values of tensors are not known, and yet the outcome is.
 
@@ -85,24 +95,43 @@ class AnsweredBranches(TorchFunctionMode):
         self._on_answer, self._listens = on_answer, listens
         self._chances = WeakIdKeyDictionary()
         self._answers = WeakIdKeyDictionary()
+        self._refused: Exception | None = None
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.__bool__:
-            if args[0] in self._answers:
+            known = _current(self._answers, args[0])
+            if known is not None:
                 self._on_answer(user_line())
-                return self._answers[args[0]]
-            answer = self._answer(args[0], sys._getframe(1)) if depends_on_data(args[0]) else None
-            return func(*args) if answer is None else answer
+                return known
+            if not depends_on_data(args[0]):
+                return func(*args)
+            answer = self._answer(args[0], sys._getframe(1))
+            return answer if answer is not None else self._refuse(func, args)
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
-            self._chances[result] = None
-        elif func in _COMPARISONS and args[0] in self._chances and isinstance(args[1], int | float):
-            answer = _COMPARISONS[func](args[1])
-            if answer is not None:
-                self._answers[result] = answer
+            self._chances[result] = True, _version(result)
+        elif func in _COMPARISONS:
+            given = dict(zip(("input", "other"), args, strict=False)) | {**(kwargs or {})}
+            chance, bound = given.get("input"), given.get("other")
+            if isinstance(bound, int | float) and _current(self._chances, chance) is not None:
+                answer = _COMPARISONS[func](bound)
+                if answer is not None:
+                    self._answers[result] = answer, _version(result)
         return result
+
+    def _refuse(self, func: Any, args: Sequence[Any]) -> Any:
+        try:
+            return func(*args)
+        except Exception as error:
+            self._refused = self._refused or error
+            raise
+
+    def raise_refused(self) -> None:
+        """Raise if a condition had no answer: code that catches all errors would go on as if it had raised one."""
+        if self._refused is not None:
+            raise self._refused.with_traceback(None)
 
     def of_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Answer `if` for numbers from tensors too (`x.max().item() > 5`), and repeat what torch._check checks."""
@@ -124,7 +153,10 @@ class AnsweredBranches(TorchFunctionMode):
         found = _raising_side(frame) if self._listens() and not is_transforming() else None
         if found is None:
             return None
-        self._check(condition, found.outcome, *_own_error(found.instruction, frame), frame)
+        error = _own_error(found, frame)
+        if any(_is_caught(code, offset, error.kind) for code, offset in _places(found, frame)):
+            return None  # the model goes on after it
+        self._check(condition, found.outcome, error.name, error.text, frame)
         return not found.outcome
 
     def _check(self, condition: Any, outcome: bool, error: str, text: str, frame: types.FrameType) -> None:
@@ -134,26 +166,28 @@ class AnsweredBranches(TorchFunctionMode):
 
 
 class _RaisingSide(NamedTuple):
-    """The outcome of a condition after which code does nothing but raise, and where it does."""
+    """The outcome of a condition after which code does nothing but raise, where it does, and what it names before."""
 
     outcome: bool
-    instruction: dis.Instruction
+    raises: tuple[dis.Instruction, ...]
+    assigned: frozenset[str]
 
 
 def _raising_side(frame: types.FrameType) -> _RaisingSide | None:
     """Return the side of the branch that a frame is at which only raises, None if there is none or no branch."""
     code = list(dis.get_instructions(frame.f_code))
-    at = next(position for position, each in enumerate(code) if each.offset == frame.f_lasti)
+    position_of = {each.offset: position for position, each in enumerate(code)}
+    at = position_of[frame.f_lasti]
     at += code[at].opname == "TO_BOOL"
     branch = re.fullmatch(r"POP_JUMP_(?:FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)", code[at].opname)
     if branch is None:
         return None
     jumps_if = branch[1] == "TRUE"
-    position_of = {each.offset: position for position, each in enumerate(code)}
     for outcome, begin in ((jumps_if, position_of[code[at].argval]), (not jumps_if, at + 1)):
-        raised = _only_raises(code, begin, position_of)
-        if raised is not None:
-            return _RaisingSide(outcome, raised)
+        passed = _ways_to_raise(code, begin, position_of)
+        if passed is not None:
+            raises = tuple(each for each in passed if each.opname == "RAISE_VARARGS")
+            return _RaisingSide(outcome, raises, frozenset(each.argval for each in passed if "STORE" in each.opname))
     return None
 
 
@@ -161,9 +195,13 @@ _ALWAYS_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", 
 _DOES_MORE = re.compile(r"RETURN|YIELD|RERAISE|SEND|(STORE|DELETE)_(ATTR|SUBSCR|GLOBAL|DEREF|NAME|SLICE)")
 
 
-def _only_raises(code: list[dis.Instruction], begin: int, position_of: Mapping[int, int]) -> dis.Instruction | None:
-    """Return a `raise` that all ways from a place in code lead to, None if one leads elsewhere or leaves a value."""
-    found: dis.Instruction | None = None
+def _ways_to_raise(
+    code: list[dis.Instruction], begin: int, position_of: Mapping[int, int]
+) -> list[dis.Instruction] | None:
+    """Return the code between a place and the `raise` that all ways lead to, None if one leads elsewhere or does more.
+
+    A call whose result is dropped is made for what it does; others may make the text of the error.
+    """
     waiting, seen = [begin], set[int]()
     while waiting:
         at = waiting.pop()
@@ -172,27 +210,90 @@ def _only_raises(code: list[dis.Instruction], begin: int, position_of: Mapping[i
         seen.add(at)
         each = code[at]
         if each.opname == "RAISE_VARARGS":
-            found = each
             continue
-        if _DOES_MORE.match(each.opname):
+        if _DOES_MORE.match(each.opname) or (each.opname.startswith("CALL") and code[at + 1].opname == "POP_TOP"):
             return None
         if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
             waiting.append(position_of[each.argval])
         if each.opname not in _ALWAYS_JUMPS:
             waiting.append(at + 1)
-    return found
+    return [code[at] for at in sorted(seen)]
+
+
+# Errors that the model itself catches.
+
+
+def _places(side: _RaisingSide, frame: types.FrameType) -> Iterator[tuple[types.CodeType, int]]:
+    """Yield where an error would pass: at its `raise`, and in the calls around it up to that of the model, by us."""
+    yield from ((frame.f_code, each.offset) for each in side.raises)
+    frames: list[types.FrameType] = []
+    outer = frame.f_back
+    while outer is not None:
+        frames.append(outer)
+        outer = outer.f_back
+    ours = [at for at, each in enumerate(frames) if each.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")]
+    for each in frames[: max(ours, default=0)]:
+        if is_users_code(each.f_code.co_filename):
+            yield each.f_code, each.f_lasti
+
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _is_caught(code: types.CodeType, offset: int, error: type[Exception] | None) -> bool:
+    """Return True if an `except` around a place in code may catch an error, None for one that is not known."""
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())  # new in Python 3.11
+    targets = {each.target for each in entries if each.start <= offset < each.end}
+    if not targets:
+        return False
+    instructions = list(dis.get_instructions(code))
+    position_of = {each.offset: position for position, each in enumerate(instructions)}
+    return any(_catches(instructions, position_of, position_of[target], error) for target in targets)
+
+
+def _catches(
+    code: list[dis.Instruction], position_of: Mapping[int, int], at: int, error: type[Exception] | None
+) -> bool:
+    """Return True if a handler may let code go on after an error; that of `with` and `finally` lets it pass."""
+    if code[at].opname != "PUSH_EXC_INFO":
+        return False  # the end of another handler
+    kinds: list[Any] = []
+    while True:
+        at += 1
+        name = code[at].opname
+        if name.startswith("LOAD_"):
+            kinds.append(getattr(builtins, str(code[at].argval), None) if name == "LOAD_GLOBAL" else None)
+        elif name == "CHECK_EXC_MATCH":
+            if error is None or None in kinds or issubclass(error, tuple(kinds)):
+                return True
+            at, kinds = position_of[code[at + 1].argval] - 1, []  # the next `except`
+        elif name in _ENDS:
+            return _ENDS[name]
+
+
+# What decides over an error first, from the begin of a handler.
+_ENDS = {"WITH_EXCEPT_START": False, "RERAISE": False, "CHECK_EG_MATCH": True, "POP_EXCEPT": True, "RETURN_VALUE": True}
 
 
 # The error as the model has it: its class, if it is one of Python's, and its text, if that needs no more than values.
 
 
-def _own_error(instruction: dis.Instruction, frame: types.FrameType) -> tuple[str, str]:
-    """Return the name of an error's class and its text, as a `raise` or `assert` of a frame would make it."""
-    source = _source(instruction, frame.f_code.co_filename)
-    try:
-        (statement,) = ast.parse(source).body
-    except (SyntaxError, ValueError):
-        statement = ast.Pass()
+class _OwnError(NamedTuple):
+    """An error that a check raises: the name of its class and its text. `kind` is the model's class, if it is known."""
+
+    name: str
+    text: str
+    kind: type[Exception] | None = None
+
+
+def _own_error(side: _RaisingSide, frame: types.FrameType) -> _OwnError:
+    """Return the error that a `raise` or `assert` of a frame would make."""
+    if len(side.raises) > 1:
+        return _OwnError("RuntimeError", "one of several errors")
+    whole, part = _sources(side.raises[0], frame.f_code.co_filename)
+    source, statement = whole, _parsed(whole)
+    if not isinstance(statement, ast.Raise | ast.Assert):  # a line with more than that, as `if x > 5: raise ...`
+        source, statement = part, _parsed(part)
     raised: Any = statement.exc if isinstance(statement, ast.Raise) else None
     if isinstance(statement, ast.Assert):
         name, arguments = "AssertionError", [statement.msg] if statement.msg is not None else []
@@ -201,9 +302,11 @@ def _own_error(instruction: dis.Instruction, frame: types.FrameType) -> tuple[st
         name = called.id if isinstance(called, ast.Name) else ""
         arguments = raised.args if isinstance(raised, ast.Call) and not raised.keywords else []
     if not _is_known(name):
-        return "RuntimeError", source
-    text = _evaluated(arguments[0], frame) if len(arguments) == 1 else None
-    return name, source if text is None else text
+        return _OwnError("RuntimeError", source)
+    names = {node.id for each in arguments for node in ast.walk(each) if isinstance(node, ast.Name)}
+    is_known = len(arguments) == 1 and not names & side.assigned
+    text = _evaluated(arguments[0], frame) if is_known else None
+    return _OwnError(name, source if text is None else text, getattr(builtins, name))
 
 
 def _is_known(name: str) -> bool:
@@ -217,12 +320,22 @@ def _is_known(name: str) -> bool:
         return False
 
 
-def _source(instruction: dis.Instruction, filename: str) -> str:
+def _sources(instruction: dis.Instruction, filename: str) -> tuple[str, str]:
+    """Return the lines of an instruction, and of one line its own part."""
     place = getattr(instruction, "positions", None)  # new in Python 3.11
     if place is None or place.lineno is None or place.end_lineno is None:
-        return "an error"
+        return "an error", "an error"
     lines = [linecache.getline(filename, number) for number in range(place.lineno, place.end_lineno + 1)]
-    return textwrap.dedent("".join(lines)).strip() or "an error"
+    part = lines[0].encode()[place.col_offset : place.end_col_offset].decode() if len(lines) == 1 else ""
+    return textwrap.dedent("".join(lines)).strip() or "an error", part.strip() or "an error"
+
+
+def _parsed(source: str) -> ast.stmt:
+    try:
+        (statement,) = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return ast.Pass()
+    return statement
 
 
 _PLAIN_NODES = (ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.BinOp, ast.Add, ast.Mod, ast.Tuple, ast.Load)

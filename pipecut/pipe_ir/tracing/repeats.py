@@ -327,12 +327,12 @@ class Follower:
                     self._at += 1
                     return self._given(self.call.results[at])
         with torch_functions_off():
-            used = list(nested_tensors((args, kwargs)))
-            versions = [version_of(tensor) for tensor in used]
+            versions = [(tensor, version_of(tensor)) for tensor in nested_tensors((args, kwargs))]
             result = func(*args, **kwargs)
-            if next(nested_tensors(result), None) is not None or versions != [version_of(tensor) for tensor in used]:
+            makes = getattr(func, "namespace", "") == "pipecut" or next(nested_tensors(result), None) is not None
+            if makes or any(version_of(tensor) != version for tensor, version in versions):
                 raise self.fail(f"calls {getattr(func, '__name__', func)} with other arguments or at another place")
-        return result
+            return result
 
     def entered(self, path: str, nth_call: int, args: Any) -> None:
         """Compare the call of a module inside."""

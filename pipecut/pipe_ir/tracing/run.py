@@ -83,6 +83,7 @@ def own_code(watch: Watch, history: HistoryRecorder, on_answer: Callable[[str], 
     branches = AnsweredBranches(on_answer, history.listens)  # the first to see a function: the history gets its checks
     with watch, sizes_from_data_known(), _TraceNoopContiguous(), history, branches, branches.of_numbers():
         yield
+        branches.raise_refused()
 
 
 class _Entry(nn.Module):
