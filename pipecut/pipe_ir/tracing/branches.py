@@ -68,8 +68,10 @@ for _names, _answer in {
 
 def _current(known: WeakIdKeyDictionary, tensor: Any) -> bool | None:
     """Return what is known of a tensor, unless it was written to since then."""
-    value, version = known.get(tensor, (None, None)) if isinstance(tensor, Tensor) else (None, None)
-    return value if version is not None and version == _version(tensor) else None
+    if not isinstance(tensor, Tensor) or tensor not in known:
+        return None
+    value, version = known[tensor]
+    return bool(value) if version == _version(tensor) else None
 
 
 def _version(tensor: Tensor) -> int:
